@@ -1,0 +1,127 @@
+#include "coordinator/coordinator.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace multicomm {
+
+namespace {
+constexpr std::chrono::milliseconds kDeadlineCheck{50};
+}
+
+Coordinator::Coordinator(Settings settings, Progress& progress, CompletionSink& sink)
+    : settings_(std::move(settings)), progress_(progress), sink_(sink) {}
+
+GroupPtr Coordinator::add_group(GroupInfo info) {
+  auto group = std::make_shared<GroupState>(*this, std::move(info));
+  const std::lock_guard lock(inbox_mutex_);
+  groups_.push_back(group);
+  return group;
+}
+
+std::vector<GroupPtr> Coordinator::groups() const {
+  const std::lock_guard lock(inbox_mutex_);
+  return groups_;
+}
+
+void Coordinator::submit(const GroupPtr& group, OperationPtr operation) {
+  unfinished_.fetch_add(1, std::memory_order_relaxed);
+  if (ErrorPtr error = group->enqueue(operation)) {
+    unfinished_.fetch_sub(1, std::memory_order_relaxed);
+    operation->mark_done(std::move(error));
+    sink_.completed(std::move(operation));
+    return;
+  }
+  if (group->in_inbox.exchange(true)) return;
+  const std::lock_guard lock(inbox_mutex_);
+  inbox_groups_.push_back(group);
+  inbox_flag_.store(true, std::memory_order_release);
+}
+
+void Coordinator::post(std::function<void()> task) {
+  const std::lock_guard lock(inbox_mutex_);
+  inbox_tasks_.push_back(std::move(task));
+  inbox_flag_.store(true, std::memory_order_release);
+}
+
+void Coordinator::make_ready(GroupState& group) { ready_.push_back(group.shared_from_this()); }
+
+void Coordinator::wait_for_memory(GroupState& group) { memory_waiters_.push_back(group.shared_from_this()); }
+
+void Coordinator::drain_inbox() {
+  if (!has_inbox()) return;
+  {
+    const std::lock_guard lock(inbox_mutex_);
+    drained_groups_.swap(inbox_groups_);
+    drained_tasks_.swap(inbox_tasks_);
+    inbox_flag_.store(false, std::memory_order_relaxed);
+  }
+  for (auto& task : drained_tasks_) task();
+  drained_tasks_.clear();
+  for (GroupPtr& group : drained_groups_) {
+    // Cleared before the queue is read: a submission that comes in between enters the inbox again.
+    group->in_inbox.store(false);
+    ready_.push_back(std::move(group));
+  }
+  drained_groups_.clear();
+}
+
+void Coordinator::drain_ready() {
+  for (size_t i = 0; i < ready_.size(); ++i) {  // advance() may make others ready
+    const GroupPtr group = ready_[i];
+    group->advance();
+  }
+  ready_.clear();
+}
+
+bool Coordinator::step(Clock::time_point now) {
+  const bool polled = progress_.poll() > 0;
+  drain_inbox();
+  const bool moved = polled || !ready_.empty();
+  drain_ready();
+  while (memory_freed_) {
+    memory_freed_ = false;
+    ready_.swap(memory_waiters_);
+    drain_ready();
+  }
+  if (now >= next_deadline_check_) {
+    next_deadline_check_ = now + kDeadlineCheck;
+    for (const GroupPtr& group : groups()) group->check_deadlines(now);
+    drain_ready();
+  }
+  closed_.clear();
+  return moved;
+}
+
+bool Coordinator::active() const { return unfinished() > 0 || has_inbox(); }
+
+void Coordinator::settle(OperationPtr operation, ErrorPtr error, bool entered) {
+  if (entered) {
+    memory_.leave(*operation);
+    memory_freed_ = true;
+  }
+  if (!operation->abandoned) {
+    operation->mark_done(std::move(error));
+    unfinished_.fetch_sub(1, std::memory_order_relaxed);
+  }
+  sink_.completed(std::move(operation));
+}
+
+void Coordinator::abandon(const OperationPtr& operation, ErrorPtr error) {
+  operation->abandoned = true;
+  operation->mark_done(std::move(error));
+  unfinished_.fetch_sub(1, std::memory_order_relaxed);
+  sink_.completed(operation);
+}
+
+void Coordinator::close(GroupState& group) {
+  closed_.push_back(group.shared_from_this());  // it is still on the stack of whoever calls
+  auto channel = group.release_channel();
+  {
+    const std::lock_guard lock(inbox_mutex_);
+    std::erase_if(groups_, [&](const GroupPtr& g) { return g.get() == &group; });
+  }
+  if (channel && on_channel_released) on_channel_released(std::move(channel));
+}
+
+}  // namespace multicomm

@@ -1,0 +1,89 @@
+// The engine: all groups of one process as one state machine. It has no thread, no clock and no transport of its own; Driver
+// runs it in production, the simulation runs many of them in one thread.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "coordinator/group_state.h"
+#include "coordinator/overlap_guard.h"
+#include "coordinator/settings.h"
+#include "transport/transport.h"
+
+namespace multicomm {
+
+// Takes over operations that are done, with the engine's reference to them: the driver never releases a tensor and never
+// runs a callback.
+class CompletionSink {
+ public:
+  virtual void completed(OperationPtr operation) = 0;
+
+ protected:
+  ~CompletionSink() = default;
+};
+
+class Coordinator {
+ public:
+  using Clock = Operation::Clock;
+
+  Coordinator(Settings settings, Progress& progress, CompletionSink& sink);
+
+  // --- any thread ---
+  const Settings& settings() const { return settings_; }
+  GroupPtr add_group(GroupInfo info);
+  // The operation is done at once, with an error, if the group takes no more.
+  void submit(const GroupPtr& group, OperationPtr operation);
+  // Runs `task` on the driver at its next step.
+  void post(std::function<void()> task);
+  bool has_inbox() const { return inbox_flag_.load(std::memory_order_acquire); }
+  uint64_t unfinished() const { return unfinished_.load(std::memory_order_relaxed); }
+  std::vector<GroupPtr> groups() const;
+
+  // --- driver ---
+  // One step: polls the transport, takes submissions, starts what is due. Returns whether anything moved.
+  bool step(Clock::time_point now);
+  // Whether somebody could still be waiting for something that a step brings forward.
+  bool active() const;
+  OverlapGuard& memory() { return memory_; }
+  void wait_for_memory(GroupState& group);  // made ready when some operation lets its memory go
+  void make_ready(GroupState& group);
+  // Publishes the result and passes the operation on. `operation` may already be done (given up): then only its memory is
+  // let go.
+  void settle(OperationPtr operation, ErrorPtr error, bool entered);
+  // Publishes the error while the engine still needs the operation's tensors.
+  void abandon(const OperationPtr& operation, ErrorPtr error);
+  void close(GroupState& group);
+
+  // Called by the driver when a group's members have all left; takes the channel to be freed.
+  std::function<void(std::shared_ptr<Channel>)> on_channel_released;
+
+ private:
+  void drain_inbox();
+  void drain_ready();
+
+  const Settings settings_;
+  Progress& progress_;
+  CompletionSink& sink_;
+
+  mutable std::mutex inbox_mutex_;
+  std::vector<GroupPtr> inbox_groups_;              // guarded by inbox_mutex_
+  std::vector<std::function<void()>> inbox_tasks_;  // guarded by inbox_mutex_
+  std::vector<GroupPtr> groups_;                    // guarded by inbox_mutex_
+  std::atomic<bool> inbox_flag_{false};
+  std::atomic<uint64_t> unfinished_{0};
+
+  // Driver.
+  OverlapGuard memory_;
+  std::vector<GroupPtr> ready_;
+  std::vector<GroupPtr> drained_groups_;
+  std::vector<std::function<void()>> drained_tasks_;
+  std::vector<GroupPtr> memory_waiters_;
+  std::vector<GroupPtr> closed_;  // until the end of the step
+  bool memory_freed_ = false;
+  Clock::time_point next_deadline_check_{};
+};
+
+}  // namespace multicomm

@@ -1,0 +1,114 @@
+#include "coordinator/error_text.h"
+
+#include <algorithm>
+#include <sstream>
+
+namespace multicomm {
+namespace {
+
+ErrorPtr make_error(ErrorKind kind, std::string message) {
+  return std::make_shared<const OperationError>(OperationError{kind, std::move(message)});
+}
+
+// "0-3, 5"
+std::string rank_list(std::vector<int> ranks) {
+  std::sort(ranks.begin(), ranks.end());
+  std::ostringstream text;
+  for (size_t i = 0; i < ranks.size();) {
+    size_t last = i;
+    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
+    if (i > 0) text << ", ";
+    text << ranks[i];
+    if (last > i) text << (last == i + 1 ? ", " : "-") << ranks[last];
+    i = last + 1;
+  }
+  return text.str();
+}
+
+int own_rank(const GroupInfo& info) { return info.ranks[static_cast<size_t>(info.rank)]; }
+
+std::string prefix(const GroupInfo& info) {
+  return "multicomm: rank " + std::to_string(own_rank(info)) + ": " + group_text(info) + ": ";
+}
+
+}  // namespace
+
+std::string group_text(const GroupInfo& info) {
+  std::ostringstream text;
+  text << "group '" << info.name << "' (ranks [";
+  constexpr size_t kShown = 16;
+  for (size_t i = 0; i < info.ranks.size() && i < kShown; ++i) text << (i > 0 ? ", " : "") << info.ranks[i];
+  if (info.ranks.size() > kShown) text << ", ... " << info.ranks.size() << " in all";
+  text << "])";
+  return text.str();
+}
+
+ErrorPtr disagreement_error(const GroupInfo& info, uint64_t sequence, const std::vector<TableEntry>& table) {
+  // Ranks that asked for the same are shown in one line; the order is that of each line's first rank.
+  struct Line {
+    std::string text;
+    std::vector<int> ranks;
+  };
+  std::vector<Line> lines;
+  for (size_t r = 0; r < table.size(); ++r) {
+    const std::string text = table[r].text;
+    auto it = std::find_if(lines.begin(), lines.end(), [&](const Line& line) { return line.text == text; });
+    if (it == lines.end()) it = lines.insert(lines.end(), Line{text, {}});
+    it->ranks.push_back(info.ranks[r]);
+  }
+  std::ostringstream message;
+  message << prefix(info) << "the ranks disagree on collective " << sequence << ":";
+  for (const Line& line : lines) {
+    message << "\n  rank" << (line.ranks.size() > 1 ? "s " : " ") << rank_list(line.ranks) << ": " << line.text;
+  }
+  message << "\nNo tensor was changed and the group can be used further. Make every rank of the group call the same "
+             "operation, with what fits together, in the same order.";
+  return make_error(ErrorKind::kUsage, message.str());
+}
+
+ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank) {
+  return make_error(ErrorKind::kAborted,
+                    prefix(info) + "rank " + std::to_string(global_rank) +
+                        " gave this group up (a time-out or an abort; its own error says which). The group cannot be used "
+                        "further: destroy it and make a new one.");
+}
+
+ErrorPtr peer_left_error(const GroupInfo& info, int global_rank) {
+  return make_error(ErrorKind::kUsage, prefix(info) + "rank " + std::to_string(global_rank) +
+                                           " has destroyed this group, so no further operation can complete on it. Let every "
+                                           "rank finish its operations before it calls destroy_process_group.");
+}
+
+ErrorPtr closed_error(const GroupInfo& info) {
+  return make_error(ErrorKind::kAborted, prefix(info) + "this rank has destroyed or aborted the group; make a new one.");
+}
+
+ErrorPtr aborted_error(const GroupInfo& info, const std::string& reason) {
+  return make_error(ErrorKind::kAborted, prefix(info) + "aborted on this rank (" + reason + "); make a new group.");
+}
+
+ErrorPtr not_made_error(const GroupInfo& info, const std::string& why, bool timed_out) {
+  return make_error(timed_out ? ErrorKind::kTimeout : ErrorKind::kBroken,
+                    prefix(info) + "its communicator could not be made: " + why);
+}
+
+ErrorPtr broken_error(const GroupInfo& info, const std::string& what) {
+  return make_error(ErrorKind::kBroken, prefix(info) + what + ". The group cannot be used further.");
+}
+
+ErrorPtr timeout_error(const GroupInfo& info, const Operation& operation, bool connected) {
+  std::ostringstream message;
+  message << prefix(info) << "time-out of ";
+  if (is_point_to_point(operation.descriptor.kind)) {
+    message << operation.describe() << " (message " << operation.sequence << "): the peer did not come";
+  } else {
+    message << "collective " << operation.sequence << ", " << operation.describe()
+            << (connected ? ": not every rank of the group has submitted it, or it is still running"
+                          : ": the group's communicator does not exist yet; a rank of the group has not made it, or a "
+                            "rank of the default world has not started multicomm");
+  }
+  message << ". The group is given up on this rank; destroy it and make a new one, or set a longer time-out.";
+  return make_error(ErrorKind::kTimeout, message.str());
+}
+
+}  // namespace multicomm

@@ -1,0 +1,21 @@
+// The texts of errors: each names group, operation, sequence and ranks, and says what to do.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "coordinator/group_state.h"
+
+namespace multicomm {
+
+std::string group_text(const GroupInfo& info);  // "group 'name' (ranks [0, 2])"
+ErrorPtr disagreement_error(const GroupInfo& info, uint64_t sequence, const std::vector<TableEntry>& table);
+ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank);
+ErrorPtr peer_left_error(const GroupInfo& info, int global_rank);
+ErrorPtr closed_error(const GroupInfo& info);
+ErrorPtr aborted_error(const GroupInfo& info, const std::string& reason);
+ErrorPtr not_made_error(const GroupInfo& info, const std::string& why, bool timed_out);
+ErrorPtr broken_error(const GroupInfo& info, const std::string& what);
+ErrorPtr timeout_error(const GroupInfo& info, const Operation& operation, bool connected);
+
+}  // namespace multicomm

@@ -1,0 +1,329 @@
+#include "coordinator/group_state.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "coordinator/coordinator.h"
+#include "coordinator/error_text.h"
+#include "coordinator/inline_payload.h"
+
+namespace multicomm {
+
+GroupState::GroupState(Coordinator& coordinator, GroupInfo info)
+    : coordinator_(coordinator), info_(std::move(info)) {
+  round_done_.group = this;
+  table_done_.group = this;
+}
+
+std::string GroupState::describe() const { return group_text(info_); }
+
+ErrorPtr GroupState::enqueue(const OperationPtr& operation) {
+  const std::lock_guard lock(queue_mutex_);
+  if (failure_) return failure_;
+  if (is_point_to_point(operation->descriptor.kind)) {
+    operation->sequence = next_message_++;
+    ++statistics_.point_to_point;
+  } else {
+    operation->sequence = next_sequence_.fetch_add(1);
+    ++statistics_.operations;
+  }
+  statistics_.bytes += static_cast<uint64_t>(operation->bytes());
+  queue_.push_back(operation);
+  unfinished_.fetch_add(1);
+  return nullptr;
+}
+
+GroupStatistics GroupState::statistics() const {
+  const std::lock_guard lock(queue_mutex_);
+  return statistics_;
+}
+
+ErrorPtr GroupState::failure() const {
+  const std::lock_guard lock(queue_mutex_);
+  return failure_;
+}
+
+void GroupState::connect(std::shared_ptr<Channel> channel) {
+  channel_ = std::move(channel);
+  channel_->set_sink(this);
+  coordinator_.make_ready(*this);
+}
+
+std::shared_ptr<Channel> GroupState::release_channel() { return std::exchange(channel_, nullptr); }
+
+void GroupState::take_submissions() {
+  {
+    const std::lock_guard lock(queue_mutex_);
+    taken_.swap(queue_);
+  }
+  for (OperationPtr& operation : taken_) {
+    (is_point_to_point(operation->descriptor.kind) ? messages_ : pending_).push_back(std::move(operation));
+  }
+  taken_.clear();
+}
+
+void GroupState::advance() {
+  take_submissions();
+  if (const ErrorPtr error = failure()) fail_pending(error);  // submitted while the group was given up
+  waits_for_memory_ = false;
+  if (!channel_ || broken_) return;
+  guarded([&] {
+    post_point_to_point();
+    if (!round_active_) start_round();
+  });
+}
+
+// A transport that refuses to start something breaks this group, not the process.
+template <typename Start>
+void GroupState::guarded(Start start) {
+  try {
+    start();
+  } catch (const std::runtime_error& error) {
+    broken(error.what());
+  }
+}
+
+// Claims the operation's memory and makes its segments usable. False while something unfinished is in the way.
+bool GroupState::enter(const OperationPtr& operation) {
+  if (operation->prepared) return true;
+  if (!coordinator_.memory().try_enter(*operation)) {
+    if (!std::exchange(waits_for_memory_, true)) coordinator_.wait_for_memory(*this);
+    return false;
+  }
+  operation->prepare();
+  operation->prepared = true;
+  return true;
+}
+
+void GroupState::post_point_to_point() {
+  while (!messages_.empty() && enter(messages_.front())) {
+    OperationPtr operation = std::move(messages_.front());
+    messages_.pop_front();
+    posted_messages_.push_back(operation);
+    channel_->data().post(operation);
+  }
+}
+
+void GroupState::point_to_point_done(const OperationPtr& operation, ErrorPtr error) {
+  const auto it = std::find(posted_messages_.begin(), posted_messages_.end(), operation);
+  if (it != posted_messages_.end()) {
+    std::swap(*it, posted_messages_.back());
+    posted_messages_.pop_back();
+  }
+  settle(operation, std::move(error));
+}
+
+uint32_t GroupState::fill_record() {
+  mine_.group_size = static_cast<uint32_t>(info_.size());
+  mine_.leaving = leaving_ ? 1 : 0;
+  const auto self = static_cast<uint32_t>(info_.ranks[static_cast<size_t>(info_.rank)]);
+  mine_.lowest_leaving = leaving_ ? self : kNobody;
+  mine_.lowest_failed = announce_failure_ ? self : kNobody;
+  uint32_t offered = 0;
+  InlineLayout layout(mine_.group_size);
+  for (const OperationPtr& operation : pending_) {
+    if (offered == kMaxDescriptors || !enter(operation)) break;
+    const Descriptor& descriptor = operation->descriptor;
+    if (const auto slot = layout.place(descriptor)) {
+      std::memset(mine_.payload + slot->offset, 0, slot->bytes);
+      pack_inline(*operation, info_.rank, mine_.payload + slot->offset);
+    } else if (coordinator_.settings().deterministic && layout.eligible(descriptor)) {
+      break;  // inline or not must be a function of the size alone: it waits for a record with room
+    }
+    mine_.descriptors[offered++] = descriptor;
+  }
+  mine_.offered = mine_.agreed = offered;
+  return offered;
+}
+
+void GroupState::start_round() {
+  if (pending_.empty() && !leaving_ && !announce_failure_) return;  // an idle group sends nothing
+  if (fill_record() == 0 && !leaving_ && !announce_failure_) return;
+  round_active_ = true;
+  channel_->control().start_round(mine_, result_, round_done_);
+}
+
+void GroupState::on_round(const std::string* error) {
+  round_active_ = false;
+  if (error != nullptr) return broken(*error);
+  uint32_t agreed = result_.agreed;
+  for (uint32_t i = 0; i < agreed; ++i)
+    if (result_.descriptors[i].checksum != 0) agreed = i;
+  const bool disagreement = agreed < result_.offered;
+
+  uint32_t first_batched = 0;
+  finish_inline(agreed, first_batched);
+  launch_batches(first_batched, agreed);
+  {
+    const std::lock_guard lock(queue_mutex_);
+    ++statistics_.rounds;
+    statistics_.inline_operations += first_batched;
+    statistics_.batched_operations += agreed - first_batched;
+  }
+  pending_.erase(pending_.begin(), pending_.begin() + agreed);
+  if (disagreement) {
+    // Every member has read the same result, so every member starts the table here, before any further round.
+    table_.resize(static_cast<size_t>(info_.size()));
+    my_entry_ = {};
+    const std::string text = pending_.front()->describe();
+    std::memcpy(my_entry_.text, text.data(), std::min(text.size(), sizeof(my_entry_.text) - 1));
+    round_active_ = true;
+    guarded([&] { channel_->control().start_table(my_entry_, table_.data(), table_done_); });
+  }
+  react_to_members();
+  coordinator_.make_ready(*this);
+}
+
+void GroupState::finish_inline(uint32_t agreed, uint32_t& first_batched) {
+  InlineLayout layout(static_cast<uint32_t>(info_.size()));
+  for (first_batched = 0; first_batched < agreed; ++first_batched) {
+    const OperationPtr& operation = pending_[first_batched];
+    const auto slot = layout.place(operation->descriptor);
+    if (!slot) return;
+    if (!operation->abandoned)
+      unpack_inline(*operation, info_.rank, info_.size(), result_.payload + slot->offset);
+    settle(operation, nullptr);
+  }
+}
+
+void GroupState::launch_batches(uint32_t first, uint32_t end) {
+  if (first == end) return;
+  const std::vector<OperationPtr> agreed(pending_.begin() + first, pending_.begin() + end);
+  const Settings& settings = coordinator_.settings();
+  const FusionLimits limits{!settings.deterministic, settings.fusion_operation_bytes, settings.fusion_buffer_bytes};
+  auto batches = plan_batches(agreed, limits);
+  {
+    const std::lock_guard lock(queue_mutex_);
+    statistics_.batches += batches.size();
+  }
+  for (Batch& batch : batches) {
+    batch.number = next_batch_++;
+    BatchInFlight& flight = batches_.emplace_back();
+    flight.group = this;
+    flight.batch = std::move(batch);
+    flight.self = std::prev(batches_.end());
+    guarded([&] { channel_->data().launch(flight.batch, flight); });
+  }
+}
+
+void GroupState::on_batch(BatchInFlight& flight, const std::string* error) {
+  const ErrorPtr failure = error == nullptr ? nullptr : broken_error(info_, *error);
+  const auto operations = std::move(flight.batch.operations);
+  batches_.erase(flight.self);  // `flight` is gone from here on
+  for (const OperationPtr& operation : operations) settle(operation, failure);
+  if (error != nullptr) broken(*error);
+}
+
+void GroupState::on_table(const std::string* error) {
+  round_active_ = false;
+  if (error != nullptr) return broken(*error);
+  const OperationPtr operation = std::move(pending_.front());
+  pending_.pop_front();
+  settle(operation, disagreement_error(info_, operation->sequence, table_));
+  coordinator_.make_ready(*this);
+}
+
+void GroupState::react_to_members() {
+  const bool all_left = result_.leaving == static_cast<uint32_t>(info_.size());
+  const bool told_of_failure = std::exchange(announce_failure_, false) || mine_.lowest_failed != kNobody;
+  if (result_.lowest_failed != kNobody && !told_of_failure && !failure()) {
+    give_up(peer_failed_error(info_, static_cast<int>(result_.lowest_failed)));
+    announce_failure_ = false;  // the round that told us has told everybody
+  } else if (result_.leaving > 0 && !leaving_ && !failure()) {
+    give_up(peer_left_error(info_, static_cast<int>(result_.lowest_leaving)));
+    announce_failure_ = false;
+  }
+  if (all_left && !round_active_) close();
+}
+
+void GroupState::leave() {
+  leaving_ = true;
+  ErrorPtr error;
+  {
+    const std::lock_guard lock(queue_mutex_);
+    if (!failure_) failure_ = closed_error(info_);
+    error = failure_;
+  }
+  take_submissions();
+  fail_pending(error);
+  // Without a channel it is still being made, by all members or by none: it is left once it is there.
+  if (creation_failed_) close();
+  else coordinator_.make_ready(*this);
+}
+
+void GroupState::not_made(ErrorPtr error) {
+  creation_failed_ = true;
+  give_up(std::move(error));
+  announce_failure_ = false;
+  if (leaving_) close();
+}
+
+void GroupState::close() {
+  closed_.store(true);
+  coordinator_.close(*this);
+}
+
+// Fails what no round in flight has offered; what has been offered is given up but keeps its tensors, since peers may still
+// count on this rank's input.
+void GroupState::fail_pending(const ErrorPtr& error) {
+  const size_t kept = round_active_ ? std::min<size_t>(mine_.offered, pending_.size()) : 0;
+  for (size_t i = 0; i < kept; ++i) abandon(pending_[i], error);
+  while (pending_.size() > kept) {
+    const OperationPtr operation = std::move(pending_.back());
+    pending_.pop_back();
+    settle(operation, error);
+  }
+  for (const OperationPtr& operation : std::exchange(messages_, {})) settle(operation, error);
+}
+
+void GroupState::give_up(ErrorPtr error) {
+  {
+    const std::lock_guard lock(queue_mutex_);
+    if (failure_) return;
+    failure_ = error;
+  }
+  announce_failure_ = true;
+  take_submissions();
+  fail_pending(error);
+  for (BatchInFlight& flight : batches_)
+    for (const OperationPtr& operation : flight.batch.operations) abandon(operation, error);
+  for (const OperationPtr& operation : posted_messages_) abandon(operation, error);
+  coordinator_.make_ready(*this);
+}
+
+void GroupState::broken(const std::string& what) {
+  broken_ = true;
+  give_up(broken_error(info_, what));
+  announce_failure_ = false;  // there is no way left to tell
+}
+
+void GroupState::settle(const OperationPtr& operation, ErrorPtr error) {
+  if (error == nullptr && !operation->abandoned) operation->finish();
+  if (!operation->abandoned) unfinished_.fetch_sub(1);
+  coordinator_.settle(operation, std::move(error), operation->prepared);
+}
+
+void GroupState::abandon(const OperationPtr& operation, const ErrorPtr& error) {
+  if (operation->abandoned) return;
+  unfinished_.fetch_sub(1);
+  coordinator_.abandon(operation, error);
+}
+
+void GroupState::check_deadlines(Operation::Clock::time_point now) {
+  const auto late = [&](const OperationPtr& o) { return !o->abandoned && o->deadline < now; };
+  OperationPtr first;
+  const auto look = [&](const auto& operations) {
+    for (const OperationPtr& operation : operations) {
+      if (!first && late(operation)) first = operation;
+    }
+  };
+  for (const BatchInFlight& flight : batches_) look(flight.batch.operations);
+  look(pending_);
+  look(messages_);
+  look(posted_messages_);
+  if (first) give_up(timeout_error(info_, *first, channel_ != nullptr));
+}
+
+}  // namespace multicomm

@@ -1,0 +1,141 @@
+// One group's queue and rounds.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "coordinator/batch.h"
+#include "coordinator/operation.h"
+#include "coordinator/record.h"
+#include "transport/transport.h"
+
+namespace multicomm {
+
+class Coordinator;
+
+struct GroupInfo {
+  std::string name;        // readable, for errors, statistics and traces
+  std::vector<int> ranks;  // global ranks, in group order
+  int rank = 0;            // this process, in group order
+  int size() const { return static_cast<int>(ranks.size()); }
+};
+
+struct GroupStatistics {
+  uint64_t operations = 0;
+  uint64_t bytes = 0;
+  uint64_t rounds = 0;
+  uint64_t batches = 0;
+  uint64_t batched_operations = 0;
+  uint64_t inline_operations = 0;
+  uint64_t point_to_point = 0;
+};
+
+// Everything below "driver" is owned by whoever holds the drive lock (see Driver); the queue has its own short lock, so
+// that submission never waits for MPI.
+class GroupState final : public PointToPointSink, public std::enable_shared_from_this<GroupState> {
+ public:
+  GroupState(Coordinator& coordinator, GroupInfo info);
+
+  // --- any thread ---
+  const GroupInfo& info() const { return info_; }
+  // Queues the operation and numbers it, or returns why the group takes no more.
+  ErrorPtr enqueue(const OperationPtr& operation);
+  uint64_t sequence() const { return next_sequence_.load(); }
+  GroupStatistics statistics() const;
+  ErrorPtr failure() const;
+  bool closed() const { return closed_.load(); }
+  bool busy() const { return unfinished_.load() > 0; }  // has operations that are not done
+  std::atomic<bool> in_inbox{false};
+  std::string describe() const;  // "group 'name' (ranks [0, 2])"
+
+  // --- driver ---
+  void connect(std::shared_ptr<Channel> channel);
+  void not_made(ErrorPtr error);  // the channel will never come
+  void advance();  // takes submissions, posts point-to-point, starts a round if one is due
+  void leave();
+  bool leaving() const { return leaving_; }
+  // Gives the group up: everything unfinished fails with `error`, and so does what comes later. Peers that still count on
+  // offered operations get their real input.
+  void give_up(ErrorPtr error);
+  void check_deadlines(Operation::Clock::time_point now);
+  void point_to_point_done(const OperationPtr& operation, ErrorPtr error) override;
+  std::shared_ptr<Channel> release_channel();
+
+ private:
+  struct RoundDone final : Completion {
+    GroupState* group = nullptr;
+    void complete(const std::string* error) override { group->on_round(error); }
+  };
+  struct TableDone final : Completion {
+    GroupState* group = nullptr;
+    void complete(const std::string* error) override { group->on_table(error); }
+  };
+  struct BatchInFlight final : Completion {
+    GroupState* group = nullptr;
+    Batch batch;
+    std::list<BatchInFlight>::iterator self;
+    void complete(const std::string* error) override { group->on_batch(*this, error); }
+  };
+
+  void take_submissions();
+  void post_point_to_point();
+  bool enter(const OperationPtr& operation);
+  uint32_t fill_record();
+  void start_round();
+  void on_round(const std::string* error);
+  void on_table(const std::string* error);
+  void on_batch(BatchInFlight& flight, const std::string* error);
+  void finish_inline(uint32_t agreed, uint32_t& first_batched);
+  void launch_batches(uint32_t first, uint32_t end);
+  void react_to_members();
+  void close();
+  void settle(const OperationPtr& operation, ErrorPtr error);
+  void abandon(const OperationPtr& operation, const ErrorPtr& error);
+  void fail_pending(const ErrorPtr& error);
+  void broken(const std::string& what);
+  template <typename Start>
+  void guarded(Start start);
+
+  Coordinator& coordinator_;
+  const GroupInfo info_;
+
+  mutable std::mutex queue_mutex_;
+  std::vector<OperationPtr> queue_;   // guarded by queue_mutex_
+  ErrorPtr failure_;                  // guarded by queue_mutex_
+  GroupStatistics statistics_;        // guarded by queue_mutex_
+  std::atomic<uint64_t> next_sequence_{0};
+  uint64_t next_message_ = 0;  // guarded by queue_mutex_; numbers point-to-point operations apart
+  std::atomic<bool> closed_{false};
+  std::atomic<int64_t> unfinished_{0};
+
+  // Driver.
+  std::shared_ptr<Channel> channel_;
+  std::deque<OperationPtr> pending_;            // collectives that no finished round has covered, in order
+  std::deque<OperationPtr> messages_;           // point-to-point operations not yet posted
+  std::vector<OperationPtr> posted_messages_;   // in the data plane's hands
+  std::list<BatchInFlight> batches_;
+  std::vector<OperationPtr> taken_;             // reused by take_submissions
+  uint64_t next_batch_ = 0;
+  bool round_active_ = false;   // a round or its table is in flight
+  bool leaving_ = false;
+  bool creation_failed_ = false;
+  bool broken_ = false;         // the transport failed: nothing more is started
+  bool announce_failure_ = false;  // peers have not been told yet that this rank gave the group up
+  bool waits_for_memory_ = false;
+  Record mine_;
+  Record result_;
+  TableEntry my_entry_{};
+  std::vector<TableEntry> table_;
+  RoundDone round_done_;
+  TableDone table_done_;
+};
+using GroupPtr = std::shared_ptr<GroupState>;
+
+}  // namespace multicomm

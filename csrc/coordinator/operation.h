@@ -1,0 +1,109 @@
+// One collective or point-to-point call of one rank, from submission to completion.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "coordinator/descriptor.h"
+
+namespace multicomm {
+
+// Contiguous elements of one tensor (or of the staging buffer that stands for it).
+struct Segment {
+  std::byte* data;
+  int64_t count;  // elements
+};
+
+// Bytes of user memory that an operation reads or writes.
+struct MemoryRange {
+  uintptr_t begin;
+  uintptr_t end;
+  bool write;
+};
+
+enum class ErrorKind : uint8_t {
+  kUsage,    // ranks disagree, or a member has left: the group stays usable where it can
+  kTimeout,  // nobody came in time: the group is given up
+  kAborted,  // abort() or shutdown with work pending
+  kBroken,   // the transport failed or an invariant of ours does not hold
+};
+
+struct OperationError {
+  ErrorKind kind;
+  std::string message;
+};
+using ErrorPtr = std::shared_ptr<const OperationError>;
+
+// Written by the submitting thread up to submit(), then by the driver alone (whoever holds the drive lock) until it is
+// done; `done()` publishes the result to every thread.
+class Operation {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  virtual ~Operation() = default;
+
+  // Readable form for error texts, such as "all_reduce(SUM) of float32 [3, 4]".
+  virtual std::string describe() const = 0;
+  // Driver: makes `inputs` and `outputs` readable and writable (stages what is not contiguous). Called once, after every
+  // operation on overlapping memory is done.
+  virtual void prepare() {}
+  // Driver: copies staged outputs back. Not called for a failed operation: no output is touched.
+  virtual void finish() {}
+  // Completes futures, runs callbacks, lets go of the tensors. Runs once, on the completion thread or in a waiter, with no
+  // lock held.
+  virtual void finalize() {}
+
+  Descriptor descriptor;
+  // all_reduce: the tensor in both. broadcast, scatter: inputs on the root only; reduce, gather: outputs on the root only.
+  // all_gather, gather: one output per rank; reduce_scatter, scatter: one input per rank; all_to_all: one of each per rank.
+  std::vector<Segment> inputs;
+  std::vector<Segment> outputs;
+  std::vector<MemoryRange> ranges;
+  Clock::time_point deadline = Clock::time_point::max();
+  uint64_t sequence = 0;  // within the group: of collectives, or of point-to-point operations
+
+  // Point-to-point only.
+  int peer = -1;  // group rank; -1 receives from any source
+  int tag = 0;
+  int64_t bytes() const;  // of a point-to-point message, or of what this rank brings to a collective
+
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  const ErrorPtr& error() const { return error_; }  // valid once done
+
+  // True for the one caller that has to run finalize().
+  bool claim_finalize() { return !finalize_claimed_.exchange(true); }
+  bool finalize_claimed() const { return finalize_claimed_.load(); }
+  // A future or hook waits for this operation: the completion thread is woken at once instead of when the engine rests.
+  void want_completion() { completion_wanted_.store(true); }
+  bool completion_wanted() const { return completion_wanted_.load(); }
+
+  // --- owned by the driver ---
+  bool prepared = false;
+  // Given up by its caller while peers may still count on it: its input is used, its output goes to scratch.
+  bool abandoned = false;
+
+  void mark_done(ErrorPtr error) {
+    error_ = std::move(error);
+    done_.store(true);  // sequentially consistent: paired with want_completion() then done() in the face
+  }
+
+ private:
+  ErrorPtr error_;
+  std::atomic<bool> done_{false};
+  std::atomic<bool> finalize_claimed_{false};
+  std::atomic<bool> completion_wanted_{false};
+};
+using OperationPtr = std::shared_ptr<Operation>;
+
+inline int64_t Operation::bytes() const {
+  int64_t elements = 0;
+  for (const Segment& s : inputs.empty() ? outputs : inputs) elements += s.count;
+  return elements * static_cast<int64_t>(size_of(descriptor.dtype));
+}
+
+}  // namespace multicomm

@@ -1,0 +1,37 @@
+// The record of a round and how two records combine (docs/design.md, "Rounds").
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "coordinator/descriptor.h"
+
+namespace multicomm {
+
+inline constexpr uint32_t kProtocolVersion = 1;
+inline constexpr uint32_t kMaxDescriptors = 48;  // "W": operations offered in one round
+inline constexpr size_t kInlineBytes = 1024;
+inline constexpr uint32_t kNobody = UINT32_MAX;
+
+// One element of the control all-reduce. Everything in it is a function of what the ranks put in, so all members
+// read the same result. Kept below 4 KiB, which shared-memory transports send as one eager fragment.
+struct Record {
+  uint32_t group_size = 0;
+  uint32_t offered = 0;   // minimum: operations that every member has submitted, at most kMaxDescriptors
+  uint32_t agreed = 0;    // length of the prefix on which the descriptors agree; <= offered
+  uint32_t leaving = 0;   // sum: members that have destroyed the group
+  uint32_t lowest_leaving = kNobody;  // minimum over ranks
+  uint32_t lowest_failed = kNobody;   // minimum: a member that gave the group up (time-out, abort)
+  uint32_t reserved[2] = {};
+  uint64_t clock = 0;  // maximum: the logical clock of the launch order
+  alignas(16) Descriptor descriptors[kMaxDescriptors];
+  alignas(16) std::byte payload[kInlineBytes];
+};
+static_assert(std::is_trivially_copyable_v<Record> && sizeof(Record) < 4096);
+
+// inout = combine(in, inout). Associative and commutative in its result bits. Runs inside MPI's progress on any
+// thread: pure, no lock, no allocation, never throws.
+void combine(const Record& in, Record& inout);
+
+}  // namespace multicomm

@@ -1,0 +1,112 @@
+#include "coordinator/settings.h"
+
+#include <charconv>
+#include <cstring>
+#include <functional>
+#include <sstream>
+#include <stdexcept>
+#include <string_view>
+
+#include "coordinator/record.h"
+
+namespace multicomm {
+namespace {
+
+struct Known {
+  const char* name;
+  const char* meaning;
+  void (*parse)(Settings&, std::string_view);  // null: read elsewhere
+  std::string (*show)(const Settings&);
+};
+
+[[noreturn]] void reject(std::string_view text, const char* wanted) {
+  throw std::invalid_argument("'" + std::string(text) + "' is not " + wanted);
+}
+
+uint64_t parse_number(std::string_view text) {
+  uint64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) reject(text, "a whole number >= 0");
+  return value;
+}
+
+bool parse_flag(std::string_view text) {
+  if (text == "1" || text == "true" || text == "on") return true;
+  if (text == "0" || text == "false" || text == "off") return false;
+  reject(text, "one of 0, 1, false, true, off, on");
+}
+
+std::chrono::milliseconds parse_seconds(std::string_view text) {
+  size_t used = 0;
+  double value = -1;
+  try {
+    value = std::stod(std::string(text), &used);
+  } catch (const std::logic_error&) {
+    used = 0;
+  }
+  if (used != text.size() || !(value >= 0 && value < 1e9)) reject(text, "a number of seconds >= 0");
+  return std::chrono::milliseconds(static_cast<int64_t>(value * 1000));
+}
+
+const Known kKnown[] = {
+    {"MULTICOMM_FUSION_BYTES", "largest fused buffer, bytes (all ranks alike)",
+     [](Settings& s, std::string_view v) { s.fusion_buffer_bytes = parse_number(v); },
+     [](const Settings& s) { return std::to_string(s.fusion_buffer_bytes); }},
+    {"MULTICOMM_FUSION_OPERATION_BYTES", "operations above this size run alone, bytes (all ranks alike)",
+     [](Settings& s, std::string_view v) { s.fusion_operation_bytes = parse_number(v); },
+     [](const Settings& s) { return std::to_string(s.fusion_operation_bytes); }},
+    {"MULTICOMM_DETERMINISTIC", "1: a result is a function of the inputs bit for bit; no fusion (all ranks alike)",
+     [](Settings& s, std::string_view v) { s.deterministic = parse_flag(v); },
+     [](const Settings& s) { return std::string(s.deterministic ? "1" : "0"); }},
+    {"MULTICOMM_QUEUE_OPERATIONS", "unfinished operations per process beyond which submission is slowed down",
+     [](Settings& s, std::string_view v) { s.queue_operations = parse_number(v); },
+     [](const Settings& s) { return std::to_string(s.queue_operations); }},
+    {"MULTICOMM_SHUTDOWN_SECONDS", "how long the end of a process waits for its peers, seconds",
+     [](Settings& s, std::string_view v) { s.shutdown_timeout = parse_seconds(v); },
+     [](const Settings& s) { return std::to_string(s.shutdown_timeout.count() / 1000.0); }},
+    {"MULTICOMM_LIBPMIX", "path of libpmix for the start-up under torchrun (default: the one that libmpi uses)",
+     nullptr, [](const Settings&) { return std::string(); }},
+};
+
+}  // namespace
+
+std::string Settings::shared_text() const {
+  std::ostringstream text;
+  text << "protocol=" << kProtocolVersion << " record=" << sizeof(Record) << " MULTICOMM_FUSION_BYTES=" << fusion_buffer_bytes
+       << " MULTICOMM_FUSION_OPERATION_BYTES=" << fusion_operation_bytes
+       << " MULTICOMM_DETERMINISTIC=" << (deterministic ? 1 : 0);
+  return text.str();
+}
+
+Settings read_settings(char** environment) {
+  Settings settings;
+  for (char** entry = environment; entry != nullptr && *entry != nullptr; ++entry) {
+    const std::string_view text(*entry);
+    if (!text.starts_with("MULTICOMM_")) continue;
+    const size_t equals = text.find('=');
+    const std::string_view name = text.substr(0, equals);
+    const Known* found = nullptr;
+    for (const Known& known : kKnown)
+      if (name == known.name) found = &known;
+    if (found == nullptr) {
+      std::string message = "multicomm: unknown setting " + std::string(name) + "; known are:";
+      for (const Known& known : kKnown) message += std::string("\n  ") + known.name + ": " + known.meaning;
+      throw std::invalid_argument(message);
+    }
+    if (found->parse == nullptr || equals == std::string_view::npos) continue;
+    try {
+      found->parse(settings, text.substr(equals + 1));
+    } catch (const std::invalid_argument& error) {
+      throw std::invalid_argument("multicomm: " + std::string(name) + ": " + error.what() + " (" + found->meaning + ")");
+    }
+  }
+  return settings;
+}
+
+std::vector<SettingDescription> describe_settings(const Settings& settings) {
+  std::vector<SettingDescription> list;
+  for (const Known& known : kKnown) list.push_back({known.name, known.meaning, known.show(settings)});
+  return list;
+}
+
+}  // namespace multicomm

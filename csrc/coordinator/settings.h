@@ -1,0 +1,33 @@
+// The MULTICOMM_* variables. docs/settings.md explains them; README.md lists them.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace multicomm {
+
+struct Settings {
+  uint64_t fusion_buffer_bytes = 8u << 20;
+  uint64_t fusion_operation_bytes = 256u << 10;
+  bool deterministic = false;
+  uint64_t queue_operations = 100'000;  // unfinished operations per process beyond which submission is slowed down
+  std::chrono::milliseconds shutdown_timeout{10'000};
+
+  // What all ranks of a group must have set alike, since plans depend on it; compared when a group is made.
+  std::string shared_text() const;
+};
+
+// Reads the environment. Throws std::invalid_argument that names an unknown MULTICOMM_* variable or a malformed value, and
+// lists the known ones.
+Settings read_settings(char** environment);
+
+struct SettingDescription {
+  const char* name;
+  const char* meaning;
+  std::string value;
+};
+std::vector<SettingDescription> describe_settings(const Settings& settings);
+
+}  // namespace multicomm

@@ -1,0 +1,96 @@
+// Python bindings.
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+
+#include "process_group/process_group.h"
+#include "process_group/store_adapter.h"
+
+namespace py = pybind11;
+using multicomm::ProcessGroupMulticomm;
+using multicomm::Runtime;
+
+namespace {
+
+// Ctrl-C inside wait(): lets Python run its signal handlers now and then.
+void check_signals() {
+  thread_local auto last = std::chrono::steady_clock::now();
+  const auto now = std::chrono::steady_clock::now();
+  if (now - last < std::chrono::milliseconds(100)) return;
+  last = now;
+  if (Py_IsInitialized() == 0) return;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+py::dict statistics() {
+  py::dict all;
+  const Runtime* runtime = Runtime::if_made();
+  if (runtime == nullptr) return all;
+  for (const auto& group : const_cast<Runtime*>(runtime)->coordinator().groups()) {
+    const multicomm::GroupStatistics s = group->statistics();
+    py::dict entry;
+    entry["ranks"] = group->info().ranks;
+    entry["operations"] = s.operations;
+    entry["bytes"] = s.bytes;
+    entry["rounds"] = s.rounds;
+    entry["batches"] = s.batches;
+    entry["batched_operations"] = s.batched_operations;
+    entry["inline_operations"] = s.inline_operations;
+    entry["point_to_point"] = s.point_to_point;
+    all[py::str(group->info().name)] = entry;
+  }
+  return all;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  py::module_::import("torch._C._distributed_c10d");  // the base classes' types
+  Runtime::set_interrupt_check(check_signals);
+
+  py::class_<multicomm::MulticommOptions, c10d::Backend::Options, c10::intrusive_ptr<multicomm::MulticommOptions>>(m, "Options")
+      .def(py::init<std::chrono::milliseconds>(), py::arg("timeout") = kBackendDefaultTimeout)
+      .def("__copy__", [](const multicomm::MulticommOptions& o) { return c10::make_intrusive<multicomm::MulticommOptions>(o); })
+      .def("__deepcopy__", [](const multicomm::MulticommOptions& o, const py::dict&) {
+        return c10::make_intrusive<multicomm::MulticommOptions>(o);
+      });
+
+  py::class_<ProcessGroupMulticomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupMulticomm>>(m, "ProcessGroupMulticomm")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::vector<int>& global_ranks,
+                       int world_rank, int world_size, const std::string& name, const std::string& server_executable,
+                       const c10::intrusive_ptr<multicomm::MulticommOptions>& options) {
+             const py::gil_scoped_release no_gil;
+             return c10::make_intrusive<ProcessGroupMulticomm>(
+                 multicomm::GroupDescription{store, rank, size, global_ranks, world_rank, world_size, name, server_executable},
+                 options);
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("global_ranks"), py::arg("world_rank"),
+           py::arg("world_size"), py::arg("name"), py::arg("server_executable"), py::arg("options"))
+      .def_property_readonly("options", &ProcessGroupMulticomm::getBackendOptions)
+      .def("_set_default_timeout", &ProcessGroupMulticomm::setTimeout, py::arg("timeout"))
+      .def("get_error", &ProcessGroupMulticomm::getError)
+      .def("abort", &ProcessGroupMulticomm::abort, py::call_guard<py::gil_scoped_release>())
+      .def("shutdown", &ProcessGroupMulticomm::shutdown, py::call_guard<py::gil_scoped_release>());
+
+  m.def("stats", &statistics, "Counters per group of this process.");
+  m.def("start",
+        [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size, std::chrono::milliseconds timeout,
+           const std::string& server_executable) {
+          multicomm::bootstrap::WorldRequest request;
+          request.store = multicomm::adapt_base_store(store);
+          request.rank = rank;
+          request.world_size = world_size;
+          request.timeout = timeout;
+          request.server_executable = server_executable;
+          Runtime::get().maker().start(std::move(request));
+        },
+        py::call_guard<py::gil_scoped_release>());
+  m.def("shutdown", [] { if (Runtime* runtime = Runtime::if_made()) runtime->shutdown(); },
+        py::call_guard<py::gil_scoped_release>());
+  m.def("launched_by_mpi", &multicomm::bootstrap::launched_by_mpi);
+}

@@ -1,0 +1,113 @@
+// The c10d face: checks arguments, turns a call into operations, hands them to the coordinator. No MPI here.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "process_group/runtime.h"
+#include "process_group/work.h"
+
+namespace multicomm {
+
+struct MulticommOptions final : c10d::Backend::Options {
+  explicit MulticommOptions(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : Options("multicomm", timeout) {}
+  MulticommOptions(const MulticommOptions&) = default;
+};
+
+// What the creator knows of the group and of the default world.
+struct GroupDescription {
+  c10::intrusive_ptr<c10d::Store> store;
+  int rank;                       // in group order
+  int size;
+  std::vector<int> global_ranks;  // in group order
+  int world_rank;
+  int world_size;
+  std::string name;
+  std::string server_executable;
+};
+
+// Thread-safe, as far as c10d orders the collectives of one group.
+class ProcessGroupMulticomm final : public c10d::Backend {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<std::vector<at::Tensor>>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  ProcessGroupMulticomm(const GroupDescription& description, const c10::intrusive_ptr<MulticommOptions>& options);
+  ~ProcessGroupMulticomm() override;
+
+  const std::string getBackendName() const override { return "multicomm"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {}  // counted from 0 on every rank
+  uint64_t getSequenceNumberForGroup() override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& opts) override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+  GroupPtr group() const { return group_; }
+
+ private:
+  using TensorOperationPtr = std::shared_ptr<TensorOperation>;
+  struct Call {
+    c10d::OpType type;
+    const char* title;
+    std::chrono::milliseconds timeout;
+    bool async;
+  };
+
+  TensorOperationPtr make(OpKind kind, ReduceOp op, at::ScalarType dtype, int64_t root = -1) const;
+  TensorOperationPtr make_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
+  TensorOperationPtr make_all_gather(const Tensors& outputs, const at::Tensor& input) const;
+  TensorOperationPtr make_all_gather_into(const at::Tensor& output, const at::Tensor& input) const;
+  TensorOperationPtr make_reduce_scatter(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op) const;
+  TensorOperationPtr make_reduce_scatter_from(const at::Tensor& output, const at::Tensor& input,
+                                              const c10d::ReduceOp& op) const;
+  TensorOperationPtr finish_all_to_all(TensorOperationPtr operation) const;
+  WorkPtr receive(Tensors& tensors, int source, int tag, c10d::OpType type);
+  WorkPtr submit(const Call& call, std::vector<TensorOperationPtr> operations, const Tensors& inputs, Tensors outputs);
+  WorkPtr submit(const Call& call, TensorOperationPtr operation, const Tensors& inputs, Tensors outputs) {
+    return submit(call, std::vector<TensorOperationPtr>{std::move(operation)}, inputs, std::move(outputs));
+  }
+  int global_rank(int64_t rank) const;
+
+  const c10::intrusive_ptr<MulticommOptions> options_;
+  GroupPtr group_;
+  std::mutex mutex_;
+  bool shut_down_ = false;                        // guarded by mutex_
+  bool coalescing_ = false;                       // guarded by mutex_
+  std::vector<TensorOperationPtr> coalesced_;     // guarded by mutex_
+  Tensors coalesced_outputs_;                     // guarded by mutex_
+};
+
+}  // namespace multicomm

@@ -1,0 +1,124 @@
+#include "process_group/runtime.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <stdexcept>
+
+#include "coordinator/error_text.h"
+
+extern char** environ;
+
+namespace multicomm {
+namespace {
+
+std::mutex runtime_mutex;
+std::atomic<Runtime*> runtime{nullptr};  // leaked on purpose, see Runtime::get
+
+// Ranks of this node against cores, as far as the launcher tells.
+bool oversubscribed() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof(cores), &cores) != 0) return true;
+  for (const char* name : {"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "WORLD_SIZE"}) {
+    if (const char* value = std::getenv(name)) return std::atoi(value) > CPU_COUNT(&cores);
+  }
+  return true;  // unknown: yielding costs little, starving a peer costs much
+}
+
+std::function<void()>& interrupt_check_slot() {
+  static auto* check = new std::function<void()>();
+  return *check;
+}
+
+}  // namespace
+
+Runtime& Runtime::get() {
+  if (Runtime* made = runtime.load()) {
+    made->check_process();
+    return *made;
+  }
+  const std::lock_guard lock(runtime_mutex);
+  if (runtime.load() == nullptr) runtime.store(new Runtime());
+  return *runtime.load();
+}
+
+Runtime* Runtime::if_made() { return runtime.load(); }
+
+void Runtime::check_process() const {
+  if (getpid() != pid_) {
+    throw std::runtime_error(
+        "multicomm: this process was forked from one that uses multicomm; MPI and its threads do not survive a fork. Start "
+        "workers with the 'spawn' method, or before the first process group.");
+  }
+}
+
+Runtime::Runtime()
+    : pid_(getpid()),
+      coordinator_(read_settings(environ), shared_.requests, completions_),
+      driver_(coordinator_, completions_, oversubscribed()),
+      maker_(shared_) {
+  coordinator_.on_channel_released = [this](std::shared_ptr<Channel> channel) { maker_.free(std::move(channel)); };
+}
+
+GroupPtr Runtime::make_group(GroupInfo info, mpi::GroupRequest request) {
+  check_process();
+  GroupPtr group = coordinator_.add_group(std::move(info));
+  request.shared_settings = settings().shared_text();
+  request.description = group->describe();
+  request.made = [this, group](std::shared_ptr<Channel> channel) {
+    coordinator_.post([group, channel = std::move(channel)] { group->connect(channel); });
+    driver_.wake();
+  };
+  request.failed = [this, group](const std::string& why, bool timed_out) {
+    coordinator_.post([group, why, timed_out] { group->not_made(not_made_error(group->info(), why, timed_out)); });
+    driver_.wake();
+  };
+  maker_.make(std::move(request));
+  return group;
+}
+
+void Runtime::leave_group(const GroupPtr& group, std::chrono::milliseconds bound) {
+  if (getpid() != pid_ || group->closed()) return;
+  const auto deadline = Operation::Clock::now() + bound;
+  driver_.wait_until([&] { return !group->busy(); }, deadline);
+  coordinator_.post([group] { group->leave(); });
+  driver_.wake();
+}
+
+void Runtime::abort_group(const GroupPtr& group, const std::string& reason) {
+  if (getpid() != pid_) return;
+  coordinator_.post([group, reason] { group->give_up(aborted_error(group->info(), reason)); });
+  driver_.wake();
+}
+
+void Runtime::shutdown() noexcept {
+  if (getpid() != pid_ || shut_down_.exchange(true)) return;
+  try {
+    const auto bound = settings().shutdown_timeout;
+    const auto deadline = Operation::Clock::now() + bound;
+    bool healthy = true;
+    for (const GroupPtr& group : coordinator_.groups()) {
+      const ErrorPtr failure = group->failure();
+      if (failure && failure->kind != ErrorKind::kAborted && failure->kind != ErrorKind::kUsage) healthy = false;
+      coordinator_.post([group] {
+        if (!group->leaving()) group->leave();
+      });
+    }
+    // With a group given up its members may never come; the rest still gets a moment to part in order.
+    const auto wait = healthy ? deadline : Operation::Clock::now() + std::min<std::chrono::milliseconds>(bound, std::chrono::seconds(1));
+    const bool parted = driver_.wait_until([&] { return coordinator_.groups().empty(); }, wait);
+    driver_.stop();
+    completions_.stop();
+    maker_.stop(bound, !parted);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "multicomm: at shutdown: %s\n", error.what());
+  }
+}
+
+void Runtime::set_interrupt_check(std::function<void()> check) { interrupt_check_slot() = std::move(check); }
+const std::function<void()>& Runtime::interrupt_check() { return interrupt_check_slot(); }
+
+}  // namespace multicomm

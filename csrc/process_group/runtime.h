@@ -1,0 +1,53 @@
+// The one engine of the process, shared by all groups.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "coordinator/completion_queue.h"
+#include "coordinator/coordinator.h"
+#include "coordinator/driver.h"
+#include "transport/mpi/group_maker.h"
+
+namespace multicomm {
+
+class Runtime {
+ public:
+  // Made on first use; never destroyed, since other threads may be inside it when the process ends. Throws in a forked child.
+  static Runtime& get();
+  static Runtime* if_made();
+
+  const Settings& settings() const { return coordinator_.settings(); }
+  Coordinator& coordinator() { return coordinator_; }
+  Driver& driver() { return driver_; }
+  mpi::GroupMaker& maker() { return maker_; }
+
+  // A group whose communicator is made in the background.
+  GroupPtr make_group(GroupInfo info, mpi::GroupRequest request);
+  // Waits, bounded, until the group's operations are done, then tells its members that this rank leaves.
+  void leave_group(const GroupPtr& group, std::chrono::milliseconds bound);
+  void abort_group(const GroupPtr& group, const std::string& reason);
+  // At the end of the process: leaves all groups, waits for the peers within the setting's bound, ends threads and MPI.
+  // Idempotent, never throws, never hangs.
+  void shutdown() noexcept;
+
+  // Asked now and then by waiting callers; may throw (a signal handler of the interpreter did).
+  static void set_interrupt_check(std::function<void()> check);
+  static const std::function<void()>& interrupt_check();
+
+ private:
+  Runtime();
+  void check_process() const;
+
+  const int pid_;
+  mpi::Shared shared_;
+  CompletionQueue completions_;
+  Coordinator coordinator_;
+  Driver driver_;
+  mpi::GroupMaker maker_;
+  std::atomic<bool> shut_down_{false};
+};
+
+}  // namespace multicomm

@@ -1,0 +1,81 @@
+// An operation on tensors: what the engine sees as segments of memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "coordinator/operation.h"
+
+namespace multicomm {
+
+// What one c10d Work stands for: one operation, or all of a coalesced call. Shared by the Work and its operations.
+class WorkState {
+ public:
+  explicit WorkState(std::vector<at::Tensor> outputs, size_t operations)
+      : outputs_(std::move(outputs)), remaining_(operations) {}
+  // Called once per operation, outside all engine locks.
+  void one_done(const ErrorPtr& error);
+  c10::intrusive_ptr<c10::ivalue::Future> future();
+  const std::vector<at::Tensor>& outputs() const { return outputs_; }
+  std::function<void()> on_done;  // set before submission; ends the profiler's event
+
+ private:
+  std::mutex mutex_;
+  const std::vector<at::Tensor> outputs_;
+  size_t remaining_;                                  // guarded by mutex_
+  ErrorPtr error_;                                    // guarded by mutex_
+  c10::intrusive_ptr<c10::ivalue::Future> future_;    // guarded by mutex_
+};
+
+// The exception that a caller sees: torch's DistBackendError.
+std::exception_ptr to_exception(const ErrorPtr& error);
+
+class TensorOperation final : public Operation {
+ public:
+  // `root` is a group rank; `shown_root` is what the user called it (a global rank).
+  TensorOperation(OpKind kind, ReduceOp reduce_op, at::ScalarType dtype, int root, int shown_root);
+
+  // Appends a tensor to the inputs, the outputs, or both (an operation in place). It is kept alive until the operation is done;
+  // one that is not contiguous is staged.
+  void add_input(const at::Tensor& tensor);
+  void add_output(const at::Tensor& tensor);
+  void add_in_place(const at::Tensor& tensor);
+  // Equal consecutive pieces of a contiguous tensor, one per rank.
+  void add_split_input(const at::Tensor& tensor, const std::vector<int64_t>& counts);
+  void add_split_output(const at::Tensor& tensor, const std::vector<int64_t>& counts);
+  void mix_equal(uint64_t value);  // into the descriptor's hash of what must be equal
+
+  std::string describe() const override;
+  void prepare() override;
+  void finish() override;
+  void finalize() override;
+
+  std::shared_ptr<WorkState> work;
+  at::ScalarType scalar_type;
+
+ private:
+  struct Staged {
+    at::Tensor tensor;
+    at::Tensor buffer;
+    size_t first_input, inputs;    // segments that lie in `buffer`
+    size_t first_output, outputs;
+  };
+  void add(const at::Tensor& tensor, const std::vector<int64_t>* counts, bool input, bool output);
+  void add_ranges(const at::Tensor& tensor, bool write);
+
+  std::vector<at::Tensor> tensors_;
+  std::vector<Staged> staged_;
+  std::vector<int64_t> shown_inputs_;   // sizes for describe(): of the first tensor, or the pieces of a list
+  std::vector<int64_t> shown_outputs_;
+  const int shown_root_;
+};
+
+DType to_dtype(at::ScalarType type);
+
+}  // namespace multicomm

@@ -1,0 +1,86 @@
+#include "process_group/work.h"
+
+#include <algorithm>
+
+namespace multicomm {
+
+MulticommWork::MulticommWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
+                             std::vector<std::shared_ptr<TensorOperation>> operations, std::vector<at::Tensor> outputs)
+    : Work(rank, type, title, inputs),
+      operations_(std::move(operations)),
+      state_(std::make_shared<WorkState>(std::move(outputs), operations_.size())) {
+  for (const auto& operation : operations_) operation->work = state_;
+  if (recordFunctionEndCallback_) state_->on_done = std::move(recordFunctionEndCallback_);
+}
+
+bool MulticommWork::done() const {
+  return std::all_of(operations_.begin(), operations_.end(), [](const auto& o) { return o->done(); });
+}
+
+ErrorPtr MulticommWork::first_error() const {
+  for (const auto& operation : operations_)
+    if (operation->done() && operation->error()) return operation->error();
+  return nullptr;
+}
+
+bool MulticommWork::isCompleted() { return done(); }
+bool MulticommWork::isSuccess() const { return done() && !first_error(); }
+
+std::exception_ptr MulticommWork::exception() const {
+  const ErrorPtr error = first_error();
+  return error ? to_exception(error) : nullptr;
+}
+
+int MulticommWork::sourceRank() const {
+  return operations_.size() == 1 ? operations_.front()->peer : -1;
+}
+
+std::vector<at::Tensor> MulticommWork::result() { return state_->outputs(); }
+
+void MulticommWork::synchronize() { wait(kNoTimeout); }
+
+bool MulticommWork::wait(std::chrono::milliseconds timeout) {
+  const auto deadline = timeout > kNoTimeout ? Operation::Clock::now() + timeout : Operation::Clock::time_point::max();
+  Runtime& runtime = Runtime::get();
+  for (const auto& operation : operations_) {
+    const bool in_time =
+        runtime.driver().wait_until([&] { return operation->done(); }, deadline, Runtime::interrupt_check());
+    if (!in_time) {
+      C10_THROW_ERROR(DistBackendError,
+                      c10::str("multicomm: wait() gave up after ", timeout.count(), " ms; the operation goes on: ",
+                               operation->describe(), ", sequence ", operation->sequence));
+    }
+  }
+  if (const ErrorPtr error = first_error()) std::rethrow_exception(to_exception(error));
+  return true;
+}
+
+void MulticommWork::abort() {
+  C10_THROW_ERROR(NotImplementedError, "multicomm: Work.abort() is not supported; use abort() of the process group");
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> MulticommWork::getFuture() {
+  auto future = state_->future();
+  Runtime::get().driver().wake();  // whoever waits for a future does not drive
+  for (const auto& operation : operations_) {
+    operation->want_completion();
+    // Done before it was wanted: nobody will come for it soon, so it is finalized here.
+    if (operation->done() && operation->claim_finalize()) operation->finalize();
+  }
+  return future;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> MulticommWork::getFutureResult() {
+  auto result = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
+  getFuture()->addCallback([result](c10::ivalue::Future& future) {
+    const auto outcome = future.hasError() ? c10d::WorkResult::COMM_ERROR : c10d::WorkResult::SUCCESS;
+    result->markCompleted(c10::IValue(static_cast<int64_t>(outcome)));
+  });
+  return result;
+}
+
+uint64_t MulticommWork::getSequencenumber() const {
+  return operations_.empty() ? 0 : operations_.front()->sequence;
+}
+
+}  // namespace multicomm

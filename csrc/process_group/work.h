@@ -1,0 +1,44 @@
+// The c10d Work of one call.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <memory>
+#include <vector>
+
+#include "process_group/runtime.h"
+#include "process_group/tensor_operation.h"
+
+namespace multicomm {
+
+// Thread-safe: any number of threads may wait. Dropping it neither cancels nor waits: the engine keeps the operation.
+class MulticommWork final : public c10d::Work {
+ public:
+  MulticommWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
+                std::vector<std::shared_ptr<TensorOperation>> operations, std::vector<at::Tensor> outputs);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override;
+  void synchronize() override;
+  // Waits until the operation is done; throws its error. `timeout` > 0 gives up waiting after that time with a
+  // DistBackendError, while the operation itself goes on.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
+  uint64_t getSequencenumber() const override;
+
+  const std::vector<std::shared_ptr<TensorOperation>>& operations() const { return operations_; }
+
+ private:
+  bool done() const;
+  ErrorPtr first_error() const;
+
+  std::vector<std::shared_ptr<TensorOperation>> operations_;
+  std::shared_ptr<WorkState> state_;
+};
+
+}  // namespace multicomm

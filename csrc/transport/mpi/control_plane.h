@@ -1,0 +1,25 @@
+// Rounds over one group's control communicator.
+#pragma once
+
+#include "transport/mpi/requests.h"
+#include "transport/mpi/mpi_types.h"
+
+namespace multicomm::mpi {
+
+class MpiControlPlane final : public ControlPlane, private RequestHandler {
+ public:
+  MpiControlPlane(MPI_Comm communicator, Requests& requests, const Types& types)
+      : communicator_(communicator), requests_(requests), types_(types) {}
+  void start_round(const Record& mine, Record& result, Completion& done) override;
+  void start_table(const TableEntry& mine, TableEntry* all, Completion& done) override;
+
+ private:
+  void request_done(const MPI_Status& status, const std::string* error) override;
+
+  MPI_Comm communicator_;
+  Requests& requests_;
+  const Types& types_;
+  Completion* done_ = nullptr;  // at most one of round and table is in flight
+};
+
+}  // namespace multicomm::mpi

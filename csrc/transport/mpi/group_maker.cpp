@@ -1,0 +1,242 @@
+#include "transport/mpi/group_maker.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <utility>
+
+namespace multicomm::mpi {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+constexpr size_t kSettingsBytes = 512;
+constexpr int64_t kTags = 32'767;  // MPI guarantees tags up to this
+
+class CommGroup {
+ public:
+  CommGroup(MPI_Comm world, const std::vector<int>& ranks) {
+    MPI_Group all = MPI_GROUP_NULL;
+    check(MPI_Comm_group(world, &all), "MPI_Comm_group");
+    const int code = MPI_Group_incl(all, static_cast<int>(ranks.size()), ranks.data(), &group_);
+    MPI_Group_free(&all);
+    check(code, "MPI_Group_incl");
+  }
+  ~CommGroup() { MPI_Group_free(&group_); }
+  CommGroup(const CommGroup&) = delete;
+  CommGroup& operator=(const CommGroup&) = delete;
+  MPI_Group get() const { return group_; }
+
+ private:
+  MPI_Group group_ = MPI_GROUP_NULL;
+};
+
+// Members with different settings would plan different batches and exchange each other's data.
+void compare_settings(MPI_Comm communicator, const GroupRequest& request) {
+  char mine[kSettingsBytes] = {};
+  std::memcpy(mine, request.shared_settings.data(), std::min(request.shared_settings.size(), kSettingsBytes - 1));
+  std::vector<char> all(kSettingsBytes * request.ranks.size());
+  check(MPI_Allgather(mine, kSettingsBytes, MPI_BYTE, all.data(), kSettingsBytes, MPI_BYTE, communicator), "MPI_Allgather");
+  std::string text;
+  bool differ = false;
+  for (size_t r = 0; r < request.ranks.size(); ++r) {
+    const char* theirs = all.data() + r * kSettingsBytes;
+    differ = differ || std::strncmp(theirs, all.data(), kSettingsBytes) != 0;
+    text += "\n  rank " + std::to_string(request.ranks[r]) + ": " + theirs;
+  }
+  if (differ)
+    throw std::runtime_error("the ranks have different settings, which must be alike on all of them:" + text);
+}
+
+void make_channel(const GroupRequest& request, MPI_Comm world, int tag, Shared& shared) {
+  try {
+    MPI_Comm control = MPI_COMM_NULL, data = MPI_COMM_NULL;
+    {
+      const CommGroup group(world, request.ranks);
+      check(MPI_Comm_create_group(world, group.get(), tag, &control), "MPI_Comm_create_group");
+    }
+    check(MPI_Comm_set_errhandler(control, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+    compare_settings(control, request);
+    check(MPI_Comm_dup(control, &data), "MPI_Comm_dup");
+    check(MPI_Comm_set_errhandler(data, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+    request.made(std::make_shared<MpiChannel>(control, data, shared));
+  } catch (const std::exception& error) {
+    request.failed(error.what(), false);
+  }
+}
+
+}  // namespace
+
+void GroupMaker::make(GroupRequest request) {
+  const std::lock_guard lock(mutex_);
+  requests_.push_back(std::move(request));
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  changed_.notify_one();
+}
+
+void GroupMaker::start(bootstrap::WorldRequest request) {
+  const std::lock_guard lock(mutex_);
+  starts_.push_back(std::move(request));
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  changed_.notify_one();
+}
+
+void GroupMaker::free(std::shared_ptr<Channel> channel) {
+  const std::lock_guard lock(mutex_);
+  to_free_.push_back(std::move(channel));
+  changed_.notify_one();
+}
+
+std::string GroupMaker::start_error() const {
+  const std::lock_guard lock(mutex_);
+  return start_error_;
+}
+
+void GroupMaker::ensure_started(const bootstrap::WorldRequest& request) {
+  bootstrap::MpiRuntime::start(request);
+  if (!types_) {
+    types_ = std::make_unique<Types>();
+    shared_.types = types_.get();
+  }
+}
+
+void GroupMaker::run() {
+  pthread_setname_np(pthread_self(), "mc-maker");
+  auto pause = 100us;
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    std::vector<GroupRequest> fresh = std::exchange(requests_, {});
+    std::vector<bootstrap::WorldRequest> starts = std::exchange(starts_, {});
+    std::vector<std::shared_ptr<Channel>> to_free = std::exchange(to_free_, {});
+    lock.unlock();
+
+    for (const auto& start : starts) {
+      try {
+        ensure_started(start);
+      } catch (const std::exception& error) {
+        const std::lock_guard guard(mutex_);
+        start_error_ = error.what();
+      }
+    }
+    for (GroupRequest& request : fresh) {
+      const auto deadline = Clock::now() + request.timeout;
+      pending_.push_back({std::move(request), {}, deadline});
+      pause = 100us;
+    }
+    for (const auto& channel : to_free) static_cast<MpiChannel&>(*channel).free_communicators();
+    pending_.remove_if([this](Pending& pending) { return advance(pending); });
+    reap(false);
+
+    lock.lock();
+    const auto woken = [this] { return stopping_ || !requests_.empty() || !starts_.empty() || !to_free_.empty(); };
+    if (pending_.empty() && making_.empty()) {
+      changed_.wait(lock, woken);
+    } else {
+      changed_.wait_for(lock, pause, woken);
+      pause = std::min<std::chrono::microseconds>(pause * 2, 10ms);
+    }
+  }
+  lock.unlock();
+  reap(true);
+  lock.lock();
+  ended_ = true;
+  changed_.notify_all();
+}
+
+bool GroupMaker::advance(Pending& pending) {
+  try {
+    if (!pending.announced) {
+      ensure_started(pending.request.world);
+      announce(pending);
+    }
+    if (pending.request.store->check(pending.epoch + "complete")) {
+      create(pending);
+      return true;
+    }
+    if (Clock::now() < pending.deadline) return false;
+    pending.request.failed("not every rank of the group has made it within its time-out: " + missing_members(pending) +
+                               " did not come (a rank that has not called new_group, or that calls it under another name: "
+                               "with use_local_synchronization=True torch names a group after how many groups each rank has "
+                               "made, which must then be equal on all its members)",
+                           true);
+  } catch (const std::exception& error) {
+    pending.request.failed(error.what(), false);
+  }
+  return true;
+}
+
+// A store outlives process groups: a group of the same name made earlier has left its keys. Each rank counts in the store how
+// often it has made the group, and the count is part of all further keys.
+void GroupMaker::announce(Pending& pending) {
+  auto& store = *pending.request.store;
+  const auto& ranks = pending.request.ranks;
+  const std::string self = std::to_string(pending.request.rank);
+  pending.epoch = "multicomm/" + std::to_string(store.add("multicomm/made/" + self, 1)) + "/";
+  if (pending.request.rank == 0) {
+    // Distinguishes this creation from all others that share a rank with it.
+    const int64_t tag = next_tag_++ * pending.request.world.world_size + ranks.front();
+    store.set(pending.epoch + "tag", std::to_string(tag % kTags));
+  }
+  store.set(pending.epoch + "member/" + self, "1");
+  pending.announced = true;
+  if (store.add(pending.epoch + "members", 1) != static_cast<int64_t>(ranks.size())) return;
+  store.set(pending.epoch + "complete", "1");
+}
+
+void GroupMaker::create(Pending& pending) {
+  const int tag = std::stoi(pending.request.store->get(pending.epoch + "tag", 10s));
+  auto finished = std::make_shared<std::atomic<bool>>(false);
+  const MPI_Comm world = bootstrap::MpiRuntime::current()->world();
+  making_.push_back({std::thread([request = std::move(pending.request), world, tag, finished, &shared = shared_] {
+                       pthread_setname_np(pthread_self(), "mc-make-group");
+                       make_channel(request, world, tag, shared);
+                       finished->store(true);
+                     }),
+                     finished});
+}
+
+std::string GroupMaker::missing_members(Pending& pending) const {
+  std::string text;
+  for (size_t r = 0; r < pending.request.ranks.size(); ++r) {
+    if (pending.request.store->check(pending.epoch + "member/" + std::to_string(r))) continue;
+    text += (text.empty() ? "" : ", ") + std::to_string(pending.request.ranks[r]);
+  }
+  return "rank " + text;
+}
+
+void GroupMaker::reap(bool all) {
+  for (auto it = making_.begin(); it != making_.end();) {
+    if (!all && !it->finished->load()) {
+      ++it;
+      continue;
+    }
+    // At the end a creation may hang on a member that is gone: it is left to the operating system.
+    if (it->finished->load()) it->thread.join();
+    else it->thread.detach();
+    it = making_.erase(it);
+  }
+}
+
+void GroupMaker::stop(std::chrono::milliseconds bound, bool work_pending) {
+  std::unique_lock lock(mutex_);
+  if (stopping_) return;
+  stopping_ = true;
+  changed_.notify_all();
+  if (thread_.joinable()) {
+    // It may be starting MPI, waiting for ranks that never come: the end of the process does not wait with it.
+    if (!changed_.wait_for(lock, bound, [this] { return ended_; })) {
+      thread_.detach();
+      return;
+    }
+    lock.unlock();
+    thread_.join();
+  } else {
+    lock.unlock();
+  }
+  if (auto* runtime = bootstrap::MpiRuntime::current()) runtime->shutdown(bound, work_pending);
+}
+
+}  // namespace multicomm::mpi

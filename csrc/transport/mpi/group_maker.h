@@ -1,0 +1,88 @@
+// Starts MPI and makes the groups' communicators, in the background.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "bootstrap/key_value_store.h"
+#include "bootstrap/mpi_runtime.h"
+#include "transport/mpi/channel.h"
+
+namespace multicomm::mpi {
+
+struct GroupRequest {
+  bootstrap::WorldRequest world;                     // to start MPI with, if this is the first group
+  std::shared_ptr<bootstrap::KeyValueStore> store;   // the group's own
+  std::vector<int> ranks;                            // global ranks in group order
+  int rank = 0;                                      // this process, in group order
+  std::string shared_settings;                       // what all members must have set alike
+  std::string description;                           // for errors
+  std::chrono::milliseconds timeout{};
+  std::function<void(std::shared_ptr<Channel>)> made;
+  std::function<void(const std::string& why, bool timed_out)> failed;
+};
+
+// Members announce themselves in the group's store; when all are there, the communicator is made by its members alone. Each
+// complete group is made on a thread of its own: three ranks that make {0,1}, {1,2}, {2,0} starting with different pairs would
+// wait for each other in a circle on one thread, and MPI_Comm_create_group holds up unrelated creations while it waits for a late
+// member, hence the announcements first.
+class GroupMaker {
+ public:
+  explicit GroupMaker(Shared& shared) : shared_(shared) {}
+
+  void make(GroupRequest request);
+  // Starts MPI without making a group; for ranks that are in none of ours but that the others' start-up needs.
+  void start(bootstrap::WorldRequest request);
+  void free(std::shared_ptr<Channel> channel);
+  // Ends the thread; then shuts MPI down, at most for `bound`.
+  void stop(std::chrono::milliseconds bound, bool work_pending);
+  std::string start_error() const;
+
+ private:
+  struct Pending {
+    GroupRequest request;
+    std::string epoch;
+    std::chrono::steady_clock::time_point deadline;
+    bool announced = false;
+  };
+  struct Making {
+    std::thread thread;
+    std::shared_ptr<std::atomic<bool>> finished;
+  };
+
+  void run();
+  void ensure_started(const bootstrap::WorldRequest& request);
+  bool advance(Pending& pending);  // true when the group is out of this thread's hands
+  void announce(Pending& pending);
+  void create(Pending& pending);
+  std::string missing_members(Pending& pending) const;
+  void reap(bool all);
+
+  Shared& shared_;
+  std::unique_ptr<Types> types_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<GroupRequest> requests_;               // guarded by mutex_
+  std::vector<bootstrap::WorldRequest> starts_;      // guarded by mutex_
+  std::vector<std::shared_ptr<Channel>> to_free_;    // guarded by mutex_
+  bool stopping_ = false;                            // guarded by mutex_
+  bool ended_ = false;                               // guarded by mutex_
+  std::string start_error_;                          // guarded by mutex_
+
+  // The maker thread's own.
+  std::list<Pending> pending_;
+  std::list<Making> making_;
+  int64_t next_tag_ = 0;  // published by the lowest rank of a group, never assumed by others
+
+  std::thread thread_;
+};
+
+}  // namespace multicomm::mpi

@@ -1,0 +1,86 @@
+// Point-to-point operations of one group: headers, payloads, one matching queue.
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <list>
+#include <memory>
+#include <vector>
+
+#include "transport/mpi/requests.h"
+
+namespace multicomm::mpi {
+
+// A message is a header (tag, size, and the payload itself where it is small), then the payload on an MPI tag of its own. The
+// receiver knows the size before it takes the payload, so a mismatch is an error that states both sizes instead of a truncation; and
+// receives from a given or from any source stand in one queue, in the order in which they were posted.
+class Messages {
+ public:
+  Messages(MPI_Comm communicator, Requests& requests, int64_t largest_count);
+  ~Messages();
+  Messages(const Messages&) = delete;
+  Messages& operator=(const Messages&) = delete;
+
+  void post(const OperationPtr& operation);
+  void set_sink(PointToPointSink* sink) { sink_ = sink; }
+
+ private:
+  static constexpr size_t kEagerBytes = 2048;
+  struct Header {
+    uint64_t bytes;
+    uint64_t number;  // of this sender's message to this receiver: chooses the payload's MPI tag
+    int32_t tag;
+    int32_t eager;
+  };
+  struct Packet {
+    Header header;
+    std::byte payload[kEagerBytes];
+  };
+  struct Arrived {
+    int source;
+    std::unique_ptr<Packet> packet;
+  };
+  struct Transfer final : RequestHandler {
+    Messages* owner = nullptr;
+    OperationPtr operation;
+    std::unique_ptr<Packet> packet;        // sends: the header in flight
+    std::unique_ptr<std::byte[]> scratch;  // receives whose output must not be touched
+    ErrorPtr error;
+    int remaining = 1;
+    std::list<Transfer>::iterator self;
+    void request_done(const MPI_Status& status, const std::string* failure) override;
+  };
+  struct HeaderReceive final : RequestHandler {
+    Messages* owner = nullptr;
+    void request_done(const MPI_Status& status, const std::string* failure) override {
+      owner->on_header(status, failure);
+    }
+  };
+
+  void send(const OperationPtr& operation);
+  void listen();
+  void on_header(const MPI_Status& status, const std::string* failure);
+  void deliver(const OperationPtr& operation, int source, std::unique_ptr<Packet> packet);
+  Transfer& new_transfer(const OperationPtr& operation);
+  void start(Transfer& transfer, MPI_Request request);
+  void end(Transfer& transfer);
+  int payload_tag(uint64_t number) const;
+  template <typename Call>
+  void in_chunks(uint64_t bytes, Call call) const;
+
+  MPI_Comm communicator_;
+  Requests& requests_;
+  const uint64_t largest_bytes_;
+  int size_ = 1;
+  int tag_limit_ = 32767;
+  PointToPointSink* sink_ = nullptr;
+  std::vector<uint64_t> next_number_;  // per receiver
+  std::deque<OperationPtr> waiting_;   // receives without a message
+  std::deque<Arrived> unexpected_;     // messages without a receive
+  std::list<Transfer> transfers_;
+  HeaderReceive header_receive_;
+  std::unique_ptr<Packet> incoming_;
+  bool listening_ = false;
+};
+
+}  // namespace multicomm::mpi

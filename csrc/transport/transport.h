@@ -1,0 +1,77 @@
+// The seam between the engine and what moves bytes. The engine knows these interfaces only; transport/mpi implements
+// them over MPI, transport/sim for simulated ranks in one process.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "coordinator/batch.h"
+#include "coordinator/record.h"
+
+namespace multicomm {
+
+// Told once, from inside Progress::poll(), that something started is over. `error` is null on success.
+class Completion {
+ public:
+  virtual void complete(const std::string* error) = 0;
+
+ protected:
+  ~Completion() = default;
+};
+
+// One rank's line in the table that explains a disagreement.
+struct TableEntry {
+  char text[256];
+};
+
+// One group's agreement channel. All calls by the driver. What is started is started in the same order on every member: round
+// k, its table if round k's result asks for one, round k+1. Never by a local event: two collectives started in different
+// orders on one communicator do not hang, they exchange their sums.
+class ControlPlane {
+ public:
+  virtual ~ControlPlane() = default;
+  // `mine` and `result` stay valid and untouched until completion.
+  virtual void start_round(const Record& mine, Record& result, Completion& done) = 0;
+  // All-gather of one entry per rank; `all` has room for the whole group.
+  virtual void start_table(const TableEntry& mine, TableEntry* all, Completion& done) = 0;
+};
+
+// One group's way of moving tensors. All calls by the driver, none waits for a peer or for a buffer (two ranks could hold each
+// other's). Batches come in agreed order.
+class DataPlane {
+ public:
+  virtual ~DataPlane() = default;
+  // `batch` stays valid until completion. Outputs of abandoned operations go to scratch.
+  virtual void launch(Batch& batch, Completion& done) = 0;
+  // A send or receive; matched by (peer, tag) in posting order.
+  virtual void post(const OperationPtr& operation) = 0;
+};
+
+// Receives what a data plane has to say about point-to-point operations.
+class PointToPointSink {
+ public:
+  virtual void point_to_point_done(const OperationPtr& operation, ErrorPtr error) = 0;
+
+ protected:
+  ~PointToPointSink() = default;
+};
+
+// Everything that one group needs; freed by whoever made it, once all members have left.
+class Channel {
+ public:
+  virtual ~Channel() = default;
+  virtual ControlPlane& control() = 0;
+  virtual DataPlane& data() = 0;
+  virtual void set_sink(PointToPointSink* sink) = 0;
+};
+
+// Progress of all groups at once: one look at everything outstanding.
+class Progress {
+ public:
+  virtual ~Progress() = default;
+  // Reports what is over through its Completion; returns how many. Never blocks. Driver only.
+  virtual size_t poll() = 0;
+};
+
+}  // namespace multicomm
