@@ -1,0 +1,72 @@
+// MPI start-up and shutdown of this process, whoever launched it.
+#pragma once
+
+#include <mpi.h>
+#include <sys/types.h>
+
+#include <chrono>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "bootstrap/key_value_store.h"
+#include "bootstrap/pmix_node.h"
+
+namespace multicomm::bootstrap {
+
+// Who gave this process its MPI world.
+enum class Provider {
+  kLauncher,        // mpirun, srun --mpi=pmix
+  kPreinitialised,  // mpi4py or the user called MPI_Init before us
+  kPmixServer,      // our server per node, under torchrun or any plain processes with a store
+  kSingleton,       // one process alone
+};
+
+struct WorldRequest {
+  std::shared_ptr<KeyValueStore> store;  // shared by all ranks of the default world
+  int rank = 0;                          // in the default world
+  int world_size = 1;
+  std::chrono::milliseconds timeout{};
+  std::string server_executable;
+};
+
+struct BootstrapError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+class MpiRuntime {
+ public:
+  // Blocking; needs every rank of the default world. Called again, checks that rank and size are still the same. Throws
+  // BootstrapError.
+  static MpiRuntime& start(const WorldRequest& request);
+  static MpiRuntime* current();  // null before start, and in a forked child
+
+  MPI_Comm world() const { return world_; }  // private duplicate of MPI_COMM_WORLD
+  Provider provider() const { return provider_; }
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  std::string describe() const;
+  // At the end of the process; idempotent. MPI_Finalize waits for all ranks, so it is called only when all of them have come
+  // here within `bound`; else, or with work pending, it is skipped and said so.
+  void shutdown(std::chrono::milliseconds bound, bool work_pending) noexcept;
+
+ private:
+  explicit MpiRuntime(const WorldRequest& request);
+  void initialise(const WorldRequest& request);
+  void check_world(int rank, int size) const;
+  bool all_came(std::chrono::milliseconds bound);
+
+  const pid_t pid_;
+  Provider provider_ = Provider::kSingleton;
+  MPI_Comm world_ = MPI_COMM_NULL;
+  int rank_ = 0;
+  int size_ = 1;
+  bool shut_down_ = false;
+  std::unique_ptr<PmixNode> node_;
+};
+
+// Whether an MPI launcher has started this very process. Not true for torchrun's workers, though torchrun may itself run under
+// such a launcher and pass its variables on.
+bool launched_by_mpi();
+
+}  // namespace multicomm::bootstrap

@@ -1,0 +1,254 @@
+#include "bootstrap/pmix_server/server.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <thread>
+#include <vector>
+
+#include "bootstrap/pmix_server/job_info.h"
+#include "bootstrap/wire.h"
+
+namespace multicomm::pmix {
+namespace {
+
+using namespace std::chrono_literals;
+namespace wire = bootstrap::wire;
+
+Server* instance = nullptr;  // libpmix's upcalls carry no pointer of ours
+
+Status on_connected(const Proc*, void*, OperationCallback, void*) { return kOperationSucceeded; }
+
+Status on_finalized(const Proc* proc, void*, OperationCallback, void*) {
+  instance->finalized(proc->rank);
+  return kOperationSucceeded;
+}
+
+Status on_abort(const Proc* proc, void*, int status, const char* message, Proc*, size_t, OperationCallback, void*) {
+  std::fprintf(stderr, "multicomm: rank %u called MPI_Abort(%d)%s%s\n", proc == nullptr ? 0 : proc->rank, status,
+               message == nullptr ? "" : ": ", message == nullptr ? "" : message);
+  return kOperationSucceeded;
+}
+
+Status on_fence(const Proc* procs, size_t count, const Info*, size_t, char* data, size_t size, ModexCallback reply,
+                void* context) {
+  return instance->fence(procs, count, data == nullptr ? std::string() : std::string(data, size), reply, context);
+}
+
+// Accepted, since it is how libpmix learns which files to remove when a rank dies.
+Status on_job_control(const Proc*, const Proc*, size_t, const Info*, size_t, InfoCallback, void*) {
+  return kOperationSucceeded;
+}
+
+Status on_group(int operation, char* name, const Proc* procs, size_t count, const Info*, size_t, InfoCallback reply,
+                void* context) {
+  constexpr int kConstruct = 0;
+  if (operation != kConstruct) return kOperationSucceeded;
+  return instance->group(name, procs, count, reply, context);
+}
+
+// A process that can be waited for by poll(); -1 when it is gone already.
+int watch_process(int pid) { return static_cast<int>(syscall(SYS_pidfd_open, pid, 0)); }
+
+}  // namespace
+
+Server::Server(bootstrap::NodeConfig config, int socket)
+    : config_(std::move(config)), library_(config_.libpmix), socket_(socket), wake_(eventfd(0, EFD_CLOEXEC)) {
+  for (size_t node = 0; node < config_.ranks.size(); ++node)
+    for (const int rank : config_.ranks[node]) node_of_[rank] = static_cast<int>(node);
+  instance = this;
+}
+
+std::string Server::start() {
+  const auto& local = config_.ranks[static_cast<size_t>(config_.node)];
+  std::filesystem::create_directories(config_.folder + "/job");
+  for (const int rank : local) std::filesystem::create_directories(config_.folder + "/job/" + std::to_string(rank));
+
+  static ServerModule module{};
+  module.client_connected = on_connected;
+  module.client_finalized = on_finalized;
+  module.abort = on_abort;
+  module.fence = on_fence;
+  module.job_control = on_job_control;
+  module.group = on_group;
+  InfoList server;
+  server.add("pmix.srvr.tmpdir", config_.folder);
+  server.add("pmix.sys.tmpdir", config_.folder);
+  server.add("pmix.srv.nspace", config_.name + "-server");
+  server.add_rank("pmix.srv.rank", static_cast<Rank>(config_.node));
+  library_.check(library_.server_init(&module, server.data(), server.size()), "PMIx_server_init");
+
+  JobInfo job(config_);
+  {
+    Completion completion;
+    const Status status = library_.register_nspace(config_.name.c_str(), static_cast<int>(local.size()), job.data(), job.size(),
+                                                   Completion::done, &completion);
+    library_.check(status == kSuccess ? completion.wait() : status, "PMIx_server_register_nspace");
+  }
+  std::string environment;
+  for (const int rank : local) {
+    Proc proc{};
+    std::snprintf(proc.nspace, sizeof(proc.nspace), "%s", config_.name.c_str());
+    proc.rank = static_cast<Rank>(rank);
+    Completion completion;
+    const Status status = library_.register_client(&proc, getuid(), getgid(), nullptr, Completion::done, &completion);
+    library_.check(status == kSuccess ? completion.wait() : status, "PMIx_server_register_client");
+    if (rank != local.front()) continue;
+    char** entries = nullptr;  // alike for all ranks but for PMIX_RANK, which each sets itself
+    library_.check(library_.setup_fork(&proc, &entries), "PMIx_server_setup_fork");
+    for (char** entry = entries; entry != nullptr && *entry != nullptr; ++entry) environment += std::string(*entry) + '\0';
+  }
+  return environment;
+}
+
+void Server::finalized(Rank rank) {
+  {
+    const std::lock_guard lock(mutex_);
+    finalized_.insert(rank);
+  }
+  const uint64_t one = 1;
+  if (write(wake_, &one, sizeof(one)) < 0) std::perror("multicomm-pmix-server: eventfd");
+}
+
+std::string Server::nodes_of(const Proc* procs, size_t count) const {
+  std::set<int> nodes;
+  for (size_t i = 0; i < count; ++i) {
+    for (const auto& [rank, node] : node_of_)
+      if (procs[i].rank == static_cast<Rank>(rank) || procs[i].rank == kRankWildcard) nodes.insert(node);
+  }
+  std::string text;
+  for (const int node : nodes) text += (text.empty() ? "" : " ") + std::to_string(node);
+  return text;
+}
+
+void Server::exchange(const std::string& key, const std::string& nodes, const std::string& blob, Reply reply) {
+  bool lost;
+  {
+    const std::lock_guard lock(mutex_);
+    const uint64_t id = next_id_++;
+    const std::string name = key + "#" + std::to_string(counts_[key]++);
+    lost = parent_gone_ || !wire::send(socket_, 'X', id, name + '\0' + nodes + '\0' + blob);
+    if (!lost) replies_[id] = std::move(reply);
+  }
+  // libpmix does not expect its callback from inside the upcall.
+  if (lost) std::thread([reply = std::move(reply)] { reply(false, {}); }).detach();
+}
+
+Status Server::fence(const Proc* procs, size_t count, std::string blob, ModexCallback callback, void* context) {
+  const auto reply = [callback, context](bool ok, const std::string& blobs) {
+    auto* kept = new std::string(ok ? blobs.substr(sizeof(uint64_t)) : std::string());
+    callback(
+        ok ? kSuccess : kError, kept->data(), kept->size(), context, [](void* p) { delete static_cast<std::string*>(p); }, kept);
+  };
+  const std::string nodes = nodes_of(procs, count);
+  if (nodes == std::to_string(config_.node)) {
+    reply(true, std::string(sizeof(uint64_t), '\0') + blob);
+    return kSuccess;
+  }
+  std::string key = "fence";
+  for (size_t i = 0; i < count; ++i) key += "," + std::to_string(static_cast<int32_t>(procs[i].rank));
+  exchange(key, nodes, blob, reply);
+  return kSuccess;
+}
+
+Status Server::group(const char* name, const Proc* procs, size_t count, InfoCallback callback, void* context) {
+  std::vector<Proc> members(procs, procs + count);
+  exchange(std::string("group:") + name, nodes_of(procs, count), {},
+           [members, callback, context](bool ok, const std::string& blobs) {
+             struct Answer {
+               std::vector<Proc> members;
+               DataArray array;
+               Info info[2];
+             };
+             auto* answer = new Answer{members, {kProc, members.size(), nullptr}, {}};
+             answer->array.array = answer->members.data();
+             std::strcpy(answer->info[0].key, "pmix.grp.ctxid");
+             answer->info[0].value.type = kSize;
+             if (ok) std::memcpy(&answer->info[0].value.data.size, blobs.data(), sizeof(uint64_t));
+             std::strcpy(answer->info[1].key, "pmix.grp.mbrs");
+             answer->info[1].value.type = kDataArray;
+             answer->info[1].value.data.array = &answer->array;
+             callback(
+                 ok ? kSuccess : kError, answer->info, ok ? 2 : 0, context, [](void* p) { delete static_cast<Answer*>(p); },
+                 answer);
+           });
+  return kSuccess;
+}
+
+void Server::receive() {
+  wire::Message message;
+  if (!wire::receive(socket_, message)) return lose_parent();
+  Reply reply;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto it = replies_.find(message.id);
+    if (it == replies_.end()) return;
+    reply = std::move(it->second);
+    replies_.erase(it);
+  }
+  reply(message.type == 'x', message.body);
+}
+
+void Server::lose_parent() {
+  std::map<uint64_t, Reply> unanswered;
+  {
+    const std::lock_guard lock(mutex_);
+    parent_gone_ = true;
+    unanswered.swap(replies_);
+  }
+  for (const auto& [id, reply] : unanswered) reply(false, {});
+}
+
+void Server::run() {
+  std::map<Rank, int> alive;  // rank -> descriptor that becomes readable when the process ends
+  const auto& local = config_.ranks[static_cast<size_t>(config_.node)];
+  for (size_t i = 0; i < local.size(); ++i) alive[static_cast<Rank>(local[i])] = watch_process(config_.pids[i]);
+  while (!alive.empty()) {
+    bool listen;
+    {
+      const std::lock_guard lock(mutex_);
+      listen = !parent_gone_;
+    }
+    std::vector<pollfd> watched{{wake_, POLLIN, 0}, {listen ? socket_ : -1, POLLIN, 0}};
+    for (const auto& [rank, process] : alive) watched.push_back({process, POLLIN, 0});
+    if (poll(watched.data(), watched.size(), -1) < 0) continue;
+    if (watched[0].revents != 0) {
+      uint64_t ignored;
+      if (read(wake_, &ignored, sizeof(ignored)) < 0) std::perror("multicomm-pmix-server: eventfd");
+    }
+    if (watched[1].revents != 0) receive();
+    size_t at = 2;
+    const std::lock_guard lock(mutex_);
+    for (auto it = alive.begin(); it != alive.end(); ++at) {
+      const bool gone = it->second < 0 || watched[at].revents != 0;
+      if (gone || finalized_.count(it->first) > 0) {
+        if (it->second >= 0) close(it->second);
+        it = alive.erase(it);
+      } else {
+        ++it;
+      }
+    }
+  }
+}
+
+void Server::stop() {
+  std::this_thread::sleep_for(100ms);  // libpmix may still be answering the last rank's PMIx_Finalize; it has no event for that
+  Completion completion;
+  library_.deregister_nspace(config_.name.c_str(), Completion::done, &completion);
+  completion.wait();
+  library_.server_finalize();
+  // Ranks remove their session folders after PMIx_Finalize, at the same time as we do: again until it is gone.
+  std::error_code error;
+  for (int i = 0; i < 50 && std::filesystem::exists(config_.folder, error); ++i) {
+    std::filesystem::remove_all(config_.folder, error);
+    if (error) std::this_thread::sleep_for(20ms);
+  }
+}
+
+}  // namespace multicomm::pmix
