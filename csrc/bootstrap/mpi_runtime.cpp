@@ -59,7 +59,41 @@ void check_threads() {
   }
 }
 
+void compare_worlds(int rank, int size, int mpi_rank, int mpi_size, bool preinitialised) {
+  if (rank == mpi_rank && size == mpi_size) return;
+  std::string text = "torch.distributed says rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                     ", but MPI's world has this process as rank " + std::to_string(mpi_rank) + " of " +
+                     std::to_string(mpi_size) + ". ";
+  if (preinitialised) {
+    text += "MPI was initialised before multicomm (by importing mpi4py.MPI?), under another launcher than torch's: make the first "
+            "multicomm group before that, or launch with mpirun";
+  } else {
+    text += "Give torch.distributed the rank and world size of the launcher (RANK, WORLD_SIZE), or init_method=\"mpi://\"";
+  }
+  throw BootstrapError(text);
+}
+
 }  // namespace
+
+void check_launcher(int rank, int world_size) {
+  if (MpiRuntime* made = MpiRuntime::current()) {
+    return compare_worlds(rank, world_size, made->rank(), made->size(), made->provider() == Provider::kPreinitialised);
+  }
+  int initialised = 0, finalised = 0;
+  MPI_Initialized(&initialised);
+  MPI_Finalized(&finalised);
+  if (initialised != 0 && finalised == 0) {
+    int mpi_rank = 0, mpi_size = 0;
+    MPI_Comm_rank(MPI_COMM_WORLD, &mpi_rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &mpi_size);
+    compare_worlds(rank, world_size, mpi_rank, mpi_size, true);
+  } else if (launched_by_mpi()) {
+    const char* mpi_rank = std::getenv("OMPI_COMM_WORLD_RANK");
+    const char* mpi_size = std::getenv("OMPI_COMM_WORLD_SIZE");
+    if (mpi_rank != nullptr && mpi_size != nullptr)
+      compare_worlds(rank, world_size, std::atoi(mpi_rank), std::atoi(mpi_size), false);
+  }
+}
 
 bool launched_by_mpi() {
   if (std::getenv("TORCHELASTIC_RUN_ID") != nullptr) return false;
@@ -77,7 +111,7 @@ MpiRuntime& MpiRuntime::start(const WorldRequest& request) {
   if (MpiRuntime* made = runtime.load()) {
     if (made->pid_ != getpid()) throw BootstrapError("MPI was started in the parent of this forked process");
     if (made->shut_down_) throw BootstrapError("MPI has been shut down in this process; it cannot be started twice");
-    made->check_world(request.rank, request.world_size);
+    compare_worlds(request.rank, request.world_size, made->rank_, made->size_, made->provider_ == Provider::kPreinitialised);
     return *made;
   }
   runtime.store(new MpiRuntime(request));
@@ -94,7 +128,7 @@ MpiRuntime::MpiRuntime(const WorldRequest& request) : pid_(getpid()) {
   check_threads();
   MPI_Comm_rank(MPI_COMM_WORLD, &rank_);
   MPI_Comm_size(MPI_COMM_WORLD, &size_);
-  check_world(request.rank, request.world_size);
+  compare_worlds(request.rank, request.world_size, rank_, size_, provider_ == Provider::kPreinitialised);
   if (MPI_Comm_dup(MPI_COMM_WORLD, &world_) != MPI_SUCCESS) throw BootstrapError("MPI_Comm_dup of the world failed");
   MPI_Comm_set_errhandler(world_, MPI_ERRORS_RETURN);
 }
@@ -128,19 +162,6 @@ void MpiRuntime::initialise(const WorldRequest& request) {
   for (const auto& [name, value] : node_->environment()) environment.set(name, value);
   if (node_->local_size() > available_cores()) environment.set_default("OMPI_MCA_mpi_yield_when_idle", "1");
   init_mpi();
-}
-
-void MpiRuntime::check_world(int rank, int size) const {
-  if (rank == rank_ && size == size_) return;
-  std::string text = "torch.distributed says rank " + std::to_string(rank) + " of " + std::to_string(size) +
-                     ", but MPI's world has this process as rank " + std::to_string(rank_) + " of " + std::to_string(size_) + ". ";
-  if (provider_ == Provider::kPreinitialised) {
-    text += "MPI was initialised before multicomm (by importing mpi4py.MPI?), under another launcher than torch's: make the first "
-            "multicomm group before that, or launch with mpirun";
-  } else {
-    text += "Give torch.distributed the rank and world size of the launcher (RANK, WORLD_SIZE), or init_method=\"mpi://\"";
-  }
-  throw BootstrapError(text);
 }
 
 std::string MpiRuntime::describe() const {

@@ -53,7 +53,6 @@ class MpiRuntime {
  private:
   explicit MpiRuntime(const WorldRequest& request);
   void initialise(const WorldRequest& request);
-  void check_world(int rank, int size) const;
   bool all_came(std::chrono::milliseconds bound);
 
   const pid_t pid_;
@@ -64,6 +63,9 @@ class MpiRuntime {
   bool shut_down_ = false;
   std::unique_ptr<PmixNode> node_;
 };
+
+// Throws BootstrapError at once when what is known before MPI is started contradicts torch's rank or world size.
+void check_launcher(int rank, int world_size);
 
 // Whether an MPI launcher has started this very process. Not true for torchrun's workers, though torchrun may itself run under
 // such a launcher and pass its variables on.

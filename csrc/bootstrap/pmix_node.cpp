@@ -47,12 +47,6 @@ std::string find_libpmix() {
   return found;
 }
 
-// torchrun's static rendezvous keeps one store over restarts, with the keys of the attempts before.
-std::string attempt_prefix() {
-  const char* count = std::getenv("TORCHELASTIC_RESTART_COUNT");
-  return std::string("multicomm/start/") + (count != nullptr ? count : "0") + "/";
-}
-
 std::string rank_list(const std::vector<int>& ranks) {
   std::string text;
   for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
@@ -61,8 +55,13 @@ std::string rank_list(const std::vector<int>& ranks) {
 
 }  // namespace
 
+std::string attempt_prefix() {
+  const char* count = std::getenv("TORCHELASTIC_RESTART_COUNT");
+  return std::string("multicomm/") + (count != nullptr ? count : "0") + "/";
+}
+
 PmixNode::PmixNode(KeyValueStore& store, int rank, int world_size, std::chrono::milliseconds timeout, const std::string& server)
-    : rank_(rank), world_size_(world_size), prefix_(attempt_prefix()) {
+    : rank_(rank), world_size_(world_size), prefix_(attempt_prefix() + "start/") {
   const auto deadline = Clock::now() + timeout;
   if (rank == 0) {
     const auto now = std::chrono::system_clock::now().time_since_epoch().count();

@@ -16,6 +16,10 @@
 
 namespace multicomm::bootstrap {
 
+// Prefix of all our keys in a store. torchrun's static rendezvous keeps one store over restarts, with the keys of the attempts
+// before; they must not be read again.
+std::string attempt_prefix();
+
 class PmixNode {
  public:
   // Blocking. Publishes this rank, waits for all ranks' publications, starts the node's server if this is the node's lowest

@@ -9,6 +9,8 @@ namespace {
 
 constexpr size_t kManyReleases = 64;
 constexpr int64_t kMuchMemory = 1 << 20;
+constexpr size_t kMostThreads = 32;  // nested waits deeper than this are not a program's intention
+constexpr std::chrono::milliseconds kPatience{2};
 
 void finalize_all(std::vector<OperationPtr>& operations) {
   for (OperationPtr& operation : operations) {
@@ -20,8 +22,34 @@ void finalize_all(std::vector<OperationPtr>& operations) {
 
 }  // namespace
 
-CompletionQueue::CompletionQueue() : thread_([this] { run(); }) {
-  pthread_setname_np(thread_.native_handle(), "mc-completion");
+CompletionQueue::CompletionQueue() { add_thread(); }
+
+void CompletionQueue::add_thread() {
+  const std::lock_guard lock(mutex_);
+  if (stopping_) return;
+  threads_.emplace_back([this] { run(); });
+  pthread_setname_np(threads_.back().native_handle(), "mc-completion");
+}
+
+bool CompletionQueue::tend() {
+  if (!callbacks_waiting_.load(std::memory_order_relaxed)) {
+    stuck_since_ = {};
+    return false;
+  }
+  const auto now = std::chrono::steady_clock::now();
+  bool stuck;
+  {
+    const std::lock_guard lock(mutex_);
+    stuck = served_ == seen_served_ && threads_.size() < kMostThreads;
+    seen_served_ = served_;
+  }
+  if (!stuck || stuck_since_ == std::chrono::steady_clock::time_point{}) {
+    stuck_since_ = now;
+  } else if (now - stuck_since_ > kPatience) {
+    stuck_since_ = {};
+    add_thread();
+  }
+  return true;
 }
 
 CompletionQueue::~CompletionQueue() { stop(); }
@@ -32,6 +60,7 @@ void CompletionQueue::completed(OperationPtr operation) {
     const std::lock_guard lock(mutex_);
     if (operation->completion_wanted()) {
       callbacks_.push_back(std::move(operation));
+      callbacks_waiting_.store(true, std::memory_order_relaxed);
       notify = true;
     } else {
       release_bytes_ += operation->bytes();
@@ -71,7 +100,12 @@ void CompletionQueue::run() {
   while (true) {
     changed_.wait(lock, [&] { return !callbacks_.empty() || flush_ || stopping_; });
     if (callbacks_.empty() && releases_.empty() && stopping_) return;
-    taken.swap(callbacks_);
+    // One at a time: what is taken along waits behind a callback that blocks.
+    if (!callbacks_.empty()) {
+      taken.push_back(std::move(callbacks_.front()));
+      callbacks_.pop_front();
+      callbacks_waiting_.store(!callbacks_.empty(), std::memory_order_relaxed);
+    }
     if (flush_ || stopping_) {
       taken.insert(taken.end(), std::make_move_iterator(releases_.begin()), std::make_move_iterator(releases_.end()));
       releases_.clear();
@@ -82,17 +116,19 @@ void CompletionQueue::run() {
     lock.unlock();
     finalize_all(taken);
     lock.lock();
+    ++served_;
   }
 }
 
 void CompletionQueue::stop() {
+  std::vector<std::thread> threads;
   {
     const std::lock_guard lock(mutex_);
-    if (stopping_ && !thread_.joinable()) return;
     stopping_ = true;
+    threads.swap(threads_);
   }
-  changed_.notify_one();
-  if (thread_.joinable()) thread_.join();
+  changed_.notify_all();
+  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace multicomm

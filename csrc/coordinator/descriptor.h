@@ -8,6 +8,9 @@
 
 namespace multicomm {
 
+// In Descriptor::count: the pieces differ in size; their list is part of the hash.
+inline constexpr uint64_t kUneven = UINT64_MAX;
+
 // Plain data: it travels inside a record, between processes of one build.
 struct Descriptor {
   OpKind kind = OpKind::kBarrier;
@@ -16,8 +19,8 @@ struct Descriptor {
   DeviceKind device = DeviceKind::kCpu;
   int32_t root = -1;  // group rank, -1 where the operation has none
   // Elements that every rank brings, by the operation's own rule: the tensor of all_reduce, broadcast, reduce;
-  // one rank's piece of all_gather, reduce_scatter, gather, scatter when all pieces are equal; 0 when they may
-  // differ (uneven lists, all_to_all).
+  // one rank's piece of all_gather, reduce_scatter, gather, scatter when all pieces are equal, else kUneven; 0 for
+  // all_to_all, whose pieces are nobody's but the pair's.
   uint64_t count = 0;
   uint64_t equal_hash = 0;  // of everything else that must be equal: shapes, lists of sizes, wire format
   // Whatever must fit together without being equal: summed over the ranks (modulo 2^64) it gives 0.

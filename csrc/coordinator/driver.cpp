@@ -10,7 +10,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kLookIn = 20ms;      // sleeping coordinator: how often MPI gets its progress
+constexpr std::chrono::microseconds kLookIn = 20ms;      // sleeping coordinator: how often MPI gets its progress
 constexpr auto kGrace = 1ms;        // idle time before the coordinator sleeps
 constexpr auto kPatience = 2ms;     // fruitless polling before the pauses begin
 constexpr std::chrono::microseconds kShortestPause = 20us;
@@ -76,6 +76,7 @@ void Driver::run() {
       idle_since = Clock::now();
       continue;
     }
+    const bool callbacks_wait = completions_.tend();
     const bool active = coordinator_.active();
     if (active && waiters_.load() == 0) {
       idle_since = Clock::now();
@@ -91,7 +92,7 @@ void Driver::run() {
     asleep_.store(true);
     // Something may have come between the look and the flag; without this second look it would wait for kLookIn.
     if (waiters_.load() > 0 || !coordinator_.active()) {
-      sleep_changed_.wait_for(lock, kLookIn, [this] { return !asleep_.load() || stopping_.load(); });
+      sleep_changed_.wait_for(lock, callbacks_wait ? kLongestPause : kLookIn, [this] { return !asleep_.load() || stopping_.load(); });
     }
     asleep_.store(false);
     lock.unlock();

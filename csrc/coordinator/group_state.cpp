@@ -153,17 +153,18 @@ void GroupState::on_round(const std::string* error) {
     if (result_.descriptors[i].checksum != 0) agreed = i;
   const bool disagreement = agreed < result_.offered;
 
-  uint32_t first_batched = 0;
-  finish_inline(agreed, first_batched);
-  launch_batches(first_batched, agreed);
+  // Taken out first: a launch that fails gives the group up, which clears what is pending.
+  const std::vector<OperationPtr> operations(pending_.begin(), pending_.begin() + agreed);
+  pending_.erase(pending_.begin(), pending_.begin() + agreed);
+  const size_t inlined = finish_inline(operations);
   {
     const std::lock_guard lock(queue_mutex_);
     ++statistics_.rounds;
-    statistics_.inline_operations += first_batched;
-    statistics_.batched_operations += agreed - first_batched;
+    statistics_.inline_operations += inlined;
+    statistics_.batched_operations += operations.size() - inlined;
   }
-  pending_.erase(pending_.begin(), pending_.begin() + agreed);
-  if (disagreement) {
+  launch_batches({operations.begin() + static_cast<std::ptrdiff_t>(inlined), operations.end()});
+  if (disagreement && !broken_) {
     // Every member has read the same result, so every member starts the table here, before any further round.
     table_.resize(static_cast<size_t>(info_.size()));
     my_entry_ = {};
@@ -176,24 +177,25 @@ void GroupState::on_round(const std::string* error) {
   coordinator_.make_ready(*this);
 }
 
-void GroupState::finish_inline(uint32_t agreed, uint32_t& first_batched) {
+// Completes the leading operations whose data rode in the record; returns how many they are.
+size_t GroupState::finish_inline(const std::vector<OperationPtr>& operations) {
   InlineLayout layout(static_cast<uint32_t>(info_.size()));
-  for (first_batched = 0; first_batched < agreed; ++first_batched) {
-    const OperationPtr& operation = pending_[first_batched];
+  size_t count = 0;
+  for (const OperationPtr& operation : operations) {
     const auto slot = layout.place(operation->descriptor);
-    if (!slot) return;
-    if (!operation->abandoned)
-      unpack_inline(*operation, info_.rank, info_.size(), result_.payload + slot->offset);
+    if (!slot) break;
+    if (!operation->abandoned) unpack_inline(*operation, info_.rank, info_.size(), result_.payload + slot->offset);
     settle(operation, nullptr);
+    ++count;
   }
+  return count;
 }
 
-void GroupState::launch_batches(uint32_t first, uint32_t end) {
-  if (first == end) return;
-  const std::vector<OperationPtr> agreed(pending_.begin() + first, pending_.begin() + end);
+void GroupState::launch_batches(const std::vector<OperationPtr>& operations) {
+  if (operations.empty()) return;
   const Settings& settings = coordinator_.settings();
   const FusionLimits limits{!settings.deterministic, settings.fusion_operation_bytes, settings.fusion_buffer_bytes};
-  auto batches = plan_batches(agreed, limits);
+  auto batches = plan_batches(operations, limits);
   {
     const std::lock_guard lock(queue_mutex_);
     statistics_.batches += batches.size();
@@ -204,6 +206,10 @@ void GroupState::launch_batches(uint32_t first, uint32_t end) {
     flight.group = this;
     flight.batch = std::move(batch);
     flight.self = std::prev(batches_.end());
+    if (broken_) {
+      for (const OperationPtr& operation : flight.batch.operations) abandon(operation, failure());
+      continue;
+    }
     guarded([&] { channel_->data().launch(flight.batch, flight); });
   }
 }

@@ -92,8 +92,8 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void on_round(const std::string* error);
   void on_table(const std::string* error);
   void on_batch(BatchInFlight& flight, const std::string* error);
-  void finish_inline(uint32_t agreed, uint32_t& first_batched);
-  void launch_batches(uint32_t first, uint32_t end);
+  size_t finish_inline(const std::vector<OperationPtr>& operations);
+  void launch_batches(const std::vector<OperationPtr>& operations);
   void react_to_members();
   void close();
   void settle(const OperationPtr& operation, ErrorPtr error);

@@ -59,6 +59,13 @@ void apply(void* dst, const void* src, int64_t count, F f) {
 }
 
 template <typename T>
+void reduce_bits(ReduceOp op, void* dst, const void* src, int64_t count) {
+  if (op == ReduceOp::kBitAnd) apply<T>(dst, src, count, [](T a, T b) { return static_cast<T>(a & b); });
+  else if (op == ReduceOp::kBitOr) apply<T>(dst, src, count, [](T a, T b) { return static_cast<T>(a | b); });
+  else apply<T>(dst, src, count, [](T a, T b) { return static_cast<T>(a ^ b); });
+}
+
+template <typename T>
 void reduce_typed(ReduceOp op, void* dst, const void* src, int64_t count) {
   switch (op) {
     case ReduceOp::kNone: return;
@@ -71,11 +78,18 @@ void reduce_typed(ReduceOp op, void* dst, const void* src, int64_t count) {
     case ReduceOp::kMax:
       if constexpr (!IsComplex<T>::value) apply<T>(dst, src, count, extreme<true, T>);
       return;
+    case ReduceOp::kBitAnd:
+    case ReduceOp::kBitOr:
+    case ReduceOp::kBitXor:
+      if constexpr (std::is_integral_v<T>) reduce_bits<T>(op, dst, src, count);
+      return;
   }
 }
 
 void reduce_bool(ReduceOp op, void* dst, const void* src, int64_t count) {
-  const bool any = op == ReduceOp::kSum || op == ReduceOp::kMax;
+  if (op == ReduceOp::kBitXor)
+    return apply<uint8_t>(dst, src, count, [](uint8_t a, uint8_t b) { return static_cast<uint8_t>((a != 0) != (b != 0)); });
+  const bool any = op == ReduceOp::kSum || op == ReduceOp::kMax || op == ReduceOp::kBitOr;
   if (any) {
     apply<uint8_t>(dst, src, count, [](uint8_t a, uint8_t b) { return static_cast<uint8_t>((a | b) != 0); });
   } else {
@@ -132,6 +146,10 @@ bool can_reduce(DType dtype, ReduceOp op) {
     case DType::kBool: return op != ReduceOp::kAvg && op != ReduceOp::kNone;
     case DType::kComplex64:
     case DType::kComplex128: return op == ReduceOp::kSum || op == ReduceOp::kAvg || op == ReduceOp::kProduct;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+    case DType::kFloat32:
+    case DType::kFloat64: return op != ReduceOp::kNone && !is_bitwise(op);
     default: return op != ReduceOp::kNone;
   }
 }

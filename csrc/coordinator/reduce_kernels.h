@@ -13,7 +13,8 @@ bool can_reduce(DType dtype, ReduceOp op);
 
 // dst[i] = dst[i] op src[i]. Symmetric bit for bit (MPI may swap operands on some ranks, and all ranks must hold
 // the same bits): zeros of either sign are ordered, NaN wins in MIN and MAX. AVG adds; see finish_average.
-// `dtype` must be an accumulation type. bool: SUM and MAX are or, PRODUCT and MIN are and, as in torch.
+// `dtype` must be an accumulation type. bool: SUM, MAX and BOR are or, PRODUCT, MIN and BAND are
+// and, as in torch.
 void reduce_into(DType dtype, ReduceOp op, void* dst, const void* src, int64_t count);
 
 // Caller's type -> accumulation type, and back (round to nearest even). A plain copy where both are the same.

@@ -51,6 +51,9 @@ const char* name_of(ReduceOp op) {
     case ReduceOp::kProduct: return "PRODUCT";
     case ReduceOp::kMin: return "MIN";
     case ReduceOp::kMax: return "MAX";
+    case ReduceOp::kBitAnd: return "BAND";
+    case ReduceOp::kBitOr: return "BOR";
+    case ReduceOp::kBitXor: return "BXOR";
   }
   return "unknown reduce op";
 }

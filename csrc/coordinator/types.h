@@ -41,7 +41,7 @@ enum class DType : uint8_t {
   kOther32,
 };
 
-enum class ReduceOp : uint8_t { kNone, kSum, kAvg, kProduct, kMin, kMax };
+enum class ReduceOp : uint8_t { kNone, kSum, kAvg, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor };
 
 enum class DeviceKind : uint8_t { kCpu, kCuda };
 
@@ -64,6 +64,10 @@ constexpr bool is_point_to_point(OpKind kind) {
 // Operations that combine elements arithmetically; the others move bytes.
 constexpr bool is_reduction(OpKind kind) {
   return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
+}
+
+constexpr bool is_bitwise(ReduceOp op) {
+  return op == ReduceOp::kBitAnd || op == ReduceOp::kBitOr || op == ReduceOp::kBitXor;
 }
 
 }  // namespace multicomm

@@ -54,9 +54,9 @@ ReduceOp to_reduce_op(const char* operation, const c10d::ReduceOp& op, at::Scala
     case c10d::ReduceOp::PRODUCT: result = ReduceOp::kProduct; break;
     case c10d::ReduceOp::MIN: result = ReduceOp::kMin; break;
     case c10d::ReduceOp::MAX: result = ReduceOp::kMax; break;
-    case c10d::ReduceOp::BAND: name = "BAND"; break;
-    case c10d::ReduceOp::BOR: name = "BOR"; break;
-    case c10d::ReduceOp::BXOR: name = "BXOR"; break;
+    case c10d::ReduceOp::BAND: result = ReduceOp::kBitAnd; break;
+    case c10d::ReduceOp::BOR: result = ReduceOp::kBitOr; break;
+    case c10d::ReduceOp::BXOR: result = ReduceOp::kBitXor; break;
     case c10d::ReduceOp::PREMUL_SUM: name = "PREMUL_SUM"; break;
     default: break;
   }

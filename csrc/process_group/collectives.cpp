@@ -18,10 +18,9 @@ bool all_equal(const std::vector<Segment>& segments) {
   return true;
 }
 
-// Pieces of different size, the same list on every rank: the sizes are compared, the common count is not used.
+// Pieces of different size, the same list on every rank: the sizes are compared, there is no common count.
 void mix_uneven(TensorOperation& operation, const std::vector<Segment>& segments) {
-  operation.descriptor.count = 0;
-  operation.mix_equal(~uint64_t{0});
+  operation.descriptor.count = kUneven;
   for (const Segment& s : segments) operation.mix_equal(static_cast<uint64_t>(s.count));
 }
 

@@ -14,6 +14,7 @@ constexpr std::chrono::seconds kLeaveBound{3};
 
 ProcessGroupMulticomm::ProcessGroupMulticomm(const GroupDescription& d, const c10::intrusive_ptr<MulticommOptions>& options)
     : Backend(d.rank, d.size), options_(options) {
+  bootstrap::check_launcher(d.world_rank, d.world_size);
   GroupInfo info;
   info.name = d.name;
   info.ranks = d.global_ranks;
@@ -24,7 +25,6 @@ ProcessGroupMulticomm::ProcessGroupMulticomm(const GroupDescription& d, const c1
   request.world.world_size = d.world_size;
   request.world.timeout = options->timeout;
   request.world.server_executable = d.server_executable;
-  request.store = adapt_store(d.store);
   request.ranks = d.global_ranks;
   request.rank = d.rank;
   request.timeout = options->timeout;

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <map>
+#include <mutex>
 #include <utility>
 
 namespace multicomm {
@@ -9,7 +11,9 @@ namespace {
 
 class StoreAdapter final : public bootstrap::KeyValueStore {
  public:
-  explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  // `origin` is kept, so that its address stays its name in adapt_base_store.
+  explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<c10d::Store> origin = {})
+      : store_(std::move(store)), origin_(std::move(origin)) {}
 
   void set(const std::string& key, const std::string& value) override {
     store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
@@ -35,17 +39,21 @@ class StoreAdapter final : public bootstrap::KeyValueStore {
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;
+  c10::intrusive_ptr<c10d::Store> origin_;
 };
 
 }  // namespace
 
-std::shared_ptr<bootstrap::KeyValueStore> adapt_store(const c10::intrusive_ptr<c10d::Store>& store) {
-  return std::make_shared<StoreAdapter>(store->clone());
-}
-
 std::shared_ptr<bootstrap::KeyValueStore> adapt_base_store(const c10::intrusive_ptr<c10d::Store>& store) {
   const auto prefixed = c10::dynamic_intrusive_pointer_cast<c10d::PrefixStore>(store);
-  return adapt_store(prefixed ? prefixed->getUnderlyingNonPrefixStore() : store);
+  const auto base = prefixed ? prefixed->getUnderlyingNonPrefixStore() : store;
+  static std::mutex mutex;
+  static auto* adapters = new std::map<const c10d::Store*, std::weak_ptr<StoreAdapter>>();
+  const std::lock_guard lock(mutex);
+  auto& slot = (*adapters)[base.get()];
+  auto adapter = slot.lock();
+  if (!adapter) slot = adapter = std::make_shared<StoreAdapter>(base->clone(), base);
+  return adapter;
 }
 
 }  // namespace multicomm

@@ -9,9 +9,8 @@
 
 namespace multicomm {
 
-// `store` itself, on a connection of its own where the store has connections.
-std::shared_ptr<bootstrap::KeyValueStore> adapt_store(const c10::intrusive_ptr<c10d::Store>& store);
-// The store without its prefixes: what all ranks of the default world share, whichever group a rank makes first.
+// The store without its prefixes, on a connection of its own: what all ranks of the default world share, whichever group a rank
+// makes first. One adapter per store, however many groups there are: each connection costs descriptors on both sides.
 std::shared_ptr<bootstrap::KeyValueStore> adapt_base_store(const c10::intrusive_ptr<c10d::Store>& store);
 
 }  // namespace multicomm

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -15,6 +16,14 @@ using Clock = std::chrono::steady_clock;
 
 constexpr size_t kSettingsBytes = 512;
 constexpr int64_t kTags = 32'767;  // MPI guarantees tags up to this
+
+std::string members_text(const std::vector<int>& ranks) {
+  uint64_t hash = ranks.size();
+  for (const int rank : ranks) hash = hash_combine(hash, static_cast<uint64_t>(rank));
+  char text[32];
+  std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(hash));
+  return text;
+}
 
 class CommGroup {
  public:
@@ -152,15 +161,13 @@ bool GroupMaker::advance(Pending& pending) {
       ensure_started(pending.request.world);
       announce(pending);
     }
-    if (pending.request.store->check(pending.epoch + "complete")) {
+    if (pending.request.world.store->check(pending.keys + "complete")) {
       create(pending);
       return true;
     }
     if (Clock::now() < pending.deadline) return false;
     pending.request.failed("not every rank of the group has made it within its time-out: " + missing_members(pending) +
-                               " did not come (a rank that has not called new_group, or that calls it under another name: "
-                               "with use_local_synchronization=True torch names a group after how many groups each rank has "
-                               "made, which must then be equal on all its members)",
+                               " did not come (they have not called new_group for these ranks, or fewer times than the others)",
                            true);
   } catch (const std::exception& error) {
     pending.request.failed(error.what(), false);
@@ -168,26 +175,29 @@ bool GroupMaker::advance(Pending& pending) {
   return true;
 }
 
-// A store outlives process groups: a group of the same name made earlier has left its keys. Each rank counts in the store how
-// often it has made the group, and the count is part of all further keys.
+// The keys name the members and how often this rank has announced a group of just these members, counted in the store. Not torch's
+// name for the group: with use_local_synchronization it counts the groups that each rank has made, so ranks may disagree on it.
+// And not a count kept in this process: a store may outlive it. Two groups of the same members are told apart by the order in
+// which they are made, which torch requires to be the same on all of them.
 void GroupMaker::announce(Pending& pending) {
-  auto& store = *pending.request.store;
+  auto& store = *pending.request.world.store;
   const auto& ranks = pending.request.ranks;
   const std::string self = std::to_string(pending.request.rank);
-  pending.epoch = "multicomm/" + std::to_string(store.add("multicomm/made/" + self, 1)) + "/";
+  const std::string family = bootstrap::attempt_prefix() + "group/" + members_text(ranks) + "/";
+  pending.keys = family + std::to_string(store.add(family + "made/" + self, 1)) + "/";
   if (pending.request.rank == 0) {
     // Distinguishes this creation from all others that share a rank with it.
     const int64_t tag = next_tag_++ * pending.request.world.world_size + ranks.front();
-    store.set(pending.epoch + "tag", std::to_string(tag % kTags));
+    store.set(pending.keys + "tag", std::to_string(tag % kTags));
   }
-  store.set(pending.epoch + "member/" + self, "1");
+  store.set(pending.keys + "member/" + self, "1");
   pending.announced = true;
-  if (store.add(pending.epoch + "members", 1) != static_cast<int64_t>(ranks.size())) return;
-  store.set(pending.epoch + "complete", "1");
+  if (store.add(pending.keys + "members", 1) != static_cast<int64_t>(ranks.size())) return;
+  store.set(pending.keys + "complete", "1");
 }
 
 void GroupMaker::create(Pending& pending) {
-  const int tag = std::stoi(pending.request.store->get(pending.epoch + "tag", 10s));
+  const int tag = std::stoi(pending.request.world.store->get(pending.keys + "tag", 10s));
   auto finished = std::make_shared<std::atomic<bool>>(false);
   const MPI_Comm world = bootstrap::MpiRuntime::current()->world();
   making_.push_back({std::thread([request = std::move(pending.request), world, tag, finished, &shared = shared_] {
@@ -201,7 +211,7 @@ void GroupMaker::create(Pending& pending) {
 std::string GroupMaker::missing_members(Pending& pending) const {
   std::string text;
   for (size_t r = 0; r < pending.request.ranks.size(); ++r) {
-    if (pending.request.store->check(pending.epoch + "member/" + std::to_string(r))) continue;
+    if (pending.request.world.store->check(pending.keys + "member/" + std::to_string(r))) continue;
     text += (text.empty() ? "" : ", ") + std::to_string(pending.request.ranks[r]);
   }
   return "rank " + text;

@@ -20,7 +20,6 @@ namespace multicomm::mpi {
 
 struct GroupRequest {
   bootstrap::WorldRequest world;                     // to start MPI with, if this is the first group
-  std::shared_ptr<bootstrap::KeyValueStore> store;   // the group's own
   std::vector<int> ranks;                            // global ranks in group order
   int rank = 0;                                      // this process, in group order
   std::string shared_settings;                       // what all members must have set alike
@@ -30,7 +29,7 @@ struct GroupRequest {
   std::function<void(const std::string& why, bool timed_out)> failed;
 };
 
-// Members announce themselves in the group's store; when all are there, the communicator is made by its members alone. Each
+// Members announce themselves in the store; when all are there, the communicator is made by its members alone. Each
 // complete group is made on a thread of its own: three ranks that make {0,1}, {1,2}, {2,0} starting with different pairs would
 // wait for each other in a circle on one thread, and MPI_Comm_create_group holds up unrelated creations while it waits for a late
 // member, hence the announcements first.
@@ -49,7 +48,7 @@ class GroupMaker {
  private:
   struct Pending {
     GroupRequest request;
-    std::string epoch;
+    std::string keys;  // prefix of this creation's keys
     std::chrono::steady_clock::time_point deadline;
     bool announced = false;
   };

@@ -67,6 +67,9 @@ MPI_Op Types::reduction(DType dtype, ReduceOp op) const {
     case ReduceOp::kProduct: return logical ? MPI_LAND : MPI_PROD;
     case ReduceOp::kMin: return logical ? MPI_LAND : floating ? minimum_ : MPI_MIN;
     case ReduceOp::kMax: return logical ? MPI_LOR : floating ? maximum_ : MPI_MAX;
+    case ReduceOp::kBitAnd: return logical ? MPI_LAND : MPI_BAND;
+    case ReduceOp::kBitOr: return logical ? MPI_LOR : MPI_BOR;
+    case ReduceOp::kBitXor: return logical ? MPI_LXOR : MPI_BXOR;
     case ReduceOp::kNone: break;
   }
   return MPI_OP_NULL;

@@ -1,0 +1,37 @@
+"""The pools of ranks: one per module and world size, started when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from harness.pool import RankPool
+from harness.settings import BACKEND
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    """The module's pools by world size."""
+    made: dict[int, RankPool] = {}
+    yield made
+    try:
+        for pool in made.values():
+            pool.close()
+    finally:
+        for pool in made.values():
+            pool.kill()
+
+
+@pytest.fixture
+def pool(
+    request: pytest.FixtureRequest, pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory
+) -> RankPool:
+    """The pool of the world size that the test asks for."""
+    world: int = request.param
+    if world not in pools:
+        pools[world] = RankPool(world, tmp_path_factory.mktemp(f"ranks{world}"))
+    return pools[world]
+
+
+def pytest_report_header() -> str:
+    return f"backend under test: {BACKEND}"

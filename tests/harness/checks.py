@@ -1,0 +1,56 @@
+"""Comparisons whose failure text says which element, of what, is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def same(got: torch.Tensor, want: torch.Tensor | list[Any], what: str, *, close: bool = False) -> None:
+    """Asserts that `got` has the shape, dtype and values of `want`; `close` allows for roundings of the dtype."""
+    got = got.detach()
+    want = torch.as_tensor(want, dtype=got.dtype).detach() if isinstance(want, list) else want.detach()
+    assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
+    assert got.shape == want.shape, f"{what}: shape {list(got.shape)}, expected {list(want.shape)}"
+    if close:
+        wide = (lambda t: t) if got.is_complex() else torch.Tensor.double
+        eps = torch.finfo(got.dtype).eps
+        right = torch.isclose(wide(got), wide(want), rtol=4 * eps, atol=2 * eps, equal_nan=True)
+    elif got.element_size() == 1 and got.is_floating_point():  # 8-bit floats know no comparison
+        right = got.view(torch.uint8) == want.view(torch.uint8)
+    else:
+        right = (got == want) | ((got != got) & (want != want))
+    if bool(right.all()):
+        return
+    wrong = (~right).nonzero()
+    first = tuple(wrong[0].tolist())
+    raise AssertionError(
+        f"{what}: {len(wrong)} of {got.numel()} elements are wrong, the first at {list(first)}: "
+        f"got {got[first].item()}, expected {want[first].item()}; "
+        f"all: got {_head(got)}, expected {_head(want)}"
+    )
+
+
+def _head(tensor: torch.Tensor, count: int = 8) -> str:
+    values = tensor.flatten()[:count].tolist()
+    return f"{values}{' ...' if tensor.numel() > count else ''}"
+
+
+def raises(
+    action: Callable[[], Any],
+    what: str,
+    kind: type[Exception] | tuple[type[Exception], ...] = Exception,
+    *patterns: str,
+) -> str:
+    """Asserts that `action` raises a `kind` whose text matches all `patterns`; returns the text."""
+    try:
+        action()
+    except kind as error:
+        text = str(error)
+        for pattern in patterns:
+            assert re.search(pattern, text), f"{what}: the error does not say /{pattern}/:\n{text}"
+        return text
+    raise AssertionError(f"{what}: no error")

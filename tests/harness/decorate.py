@@ -1,0 +1,44 @@
+"""Turns a body that runs on every rank into a pytest test."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from harness.pool import RankPool
+from harness.settings import seed_of
+
+DEFAULT_LIMIT = 60.0
+
+
+Test = Callable[..., None]
+
+
+def on_ranks(*worlds: int, limit: float = DEFAULT_LIMIT) -> Callable[[Test], Test]:
+    """A test whose body runs on every rank of pools of these sizes, with a `Rank` as its first argument.
+
+    Further arguments come from `pytest.mark.parametrize`, above this decorator; they are pickled. The body is
+    found again in the rank's process by its module and name, so it has to be at the top level of its module.
+    """
+
+    def decorate(body: Test) -> Test:
+        @functools.wraps(body)
+        def test(pool: RankPool, request: pytest.FixtureRequest, **arguments: Any) -> None:
+            seed = seed_of(request.node.name)
+            print(f"seed {seed}")
+            pool.run(body.__module__, body.__name__, arguments, seed, limit)
+
+        own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("pool", "request")]
+        passed = list(inspect.signature(body).parameters.values())[1:]
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            own + [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in passed]
+        )
+        test.body = body  # type: ignore[attr-defined]
+        ids = [f"{world}ranks" for world in worlds]
+        return pytest.mark.parametrize("pool", worlds, indirect=True, ids=ids)(test)
+
+    return decorate
