@@ -5,8 +5,11 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
+#include <unistd.h>
+
 #include <chrono>
 
+#include "bootstrap/host_identity.h"
 #include "process_group/process_group.h"
 #include "process_group/store_adapter.h"
 
@@ -90,7 +93,25 @@ PYBIND11_MODULE(_C, m) {
           Runtime::get().maker().start(std::move(request));
         },
         py::call_guard<py::gil_scoped_release>());
-  m.def("shutdown", [] { if (Runtime* runtime = Runtime::if_made()) runtime->shutdown(); },
+  m.def("shutdown", [](bool failed) { if (Runtime* runtime = Runtime::if_made()) runtime->shutdown(failed); }, py::arg("failed"),
         py::call_guard<py::gil_scoped_release>());
+  m.def("mpi_world", [] {
+    const auto& runtime = multicomm::bootstrap::start_from_mpi();
+    return std::pair(runtime.rank(), runtime.size());
+  }, py::call_guard<py::gil_scoped_release>());
+  m.def("mpi_broadcast", [](const std::string& text) {
+    return multicomm::bootstrap::broadcast_text(multicomm::bootstrap::start_from_mpi(), text);
+  }, py::call_guard<py::gil_scoped_release>());
+  m.def("host_identity", &multicomm::bootstrap::host_identity);
+  m.def("settings", [] {
+    py::list list;
+    for (const auto& setting : multicomm::describe_settings(multicomm::read_settings(environ)))
+      list.append(py::make_tuple(setting.name, setting.value, setting.meaning));
+    return list;
+  });
+  m.def("start_description", [] {
+    const auto* runtime = multicomm::bootstrap::MpiRuntime::current();
+    return runtime == nullptr ? std::string("MPI not started") : runtime->describe();
+  });
   m.def("launched_by_mpi", &multicomm::bootstrap::launched_by_mpi);
 }

@@ -60,7 +60,7 @@ void check_threads() {
 }
 
 void compare_worlds(int rank, int size, int mpi_rank, int mpi_size, bool preinitialised) {
-  if (rank == mpi_rank && size == mpi_size) return;
+  if (rank == kFromMpi || (rank == mpi_rank && size == mpi_size)) return;
   std::string text = "torch.distributed says rank " + std::to_string(rank) + " of " + std::to_string(size) +
                      ", but MPI's world has this process as rank " + std::to_string(mpi_rank) + " of " +
                      std::to_string(mpi_size) + ". ";
@@ -93,6 +93,27 @@ void check_launcher(int rank, int world_size) {
     if (mpi_rank != nullptr && mpi_size != nullptr)
       compare_worlds(rank, world_size, std::atoi(mpi_rank), std::atoi(mpi_size), false);
   }
+}
+
+MpiRuntime& start_from_mpi() {
+  int initialised = 0;
+  MPI_Initialized(&initialised);
+  if (initialised == 0 && !launched_by_mpi()) {
+    throw BootstrapError(
+        "init_method=\"mpi://\" asks MPI for rank and world size, but no MPI launcher has started this process. Launch with mpirun or "
+        "srun --mpi=pmix, or use torchrun and the default init_method");
+  }
+  WorldRequest request;
+  request.rank = kFromMpi;
+  return MpiRuntime::start(request);
+}
+
+std::string broadcast_text(const MpiRuntime& runtime, const std::string& text) {
+  char buffer[1024] = {};
+  text.copy(buffer, sizeof(buffer) - 1);
+  const int code = MPI_Bcast(buffer, sizeof(buffer), MPI_BYTE, 0, runtime.world());
+  if (code != MPI_SUCCESS) throw BootstrapError("MPI_Bcast of the store's address failed with code " + std::to_string(code));
+  return buffer;
 }
 
 bool launched_by_mpi() {

@@ -22,9 +22,11 @@ enum class Provider {
   kSingleton,       // one process alone
 };
 
+inline constexpr int kFromMpi = -1;
+
 struct WorldRequest {
   std::shared_ptr<KeyValueStore> store;  // shared by all ranks of the default world
-  int rank = 0;                          // in the default world
+  int rank = 0;                          // in the default world; kFromMpi: whatever MPI says
   int world_size = 1;
   std::chrono::milliseconds timeout{};
   std::string server_executable;
@@ -66,6 +68,11 @@ class MpiRuntime {
 
 // Throws BootstrapError at once when what is known before MPI is started contradicts torch's rank or world size.
 void check_launcher(int rank, int world_size);
+
+// For a rendezvous without a store, under an MPI launcher or an initialised MPI: starts MPI, returns its world's rank and size.
+MpiRuntime& start_from_mpi();
+// Rank 0's text on every rank. Collective over the world.
+std::string broadcast_text(const MpiRuntime& runtime, const std::string& text);
 
 // Whether an MPI launcher has started this very process. Not true for torchrun's workers, though torchrun may itself run under
 // such a launcher and pass its variables on.

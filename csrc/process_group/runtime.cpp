@@ -15,6 +15,9 @@ extern char** environ;
 namespace multicomm {
 namespace {
 
+constexpr std::chrono::seconds kFailedBound{1};
+constexpr std::chrono::minutes kLauncherBound{10};
+
 std::mutex runtime_mutex;
 std::atomic<Runtime*> runtime{nullptr};  // leaked on purpose, see Runtime::get
 
@@ -94,12 +97,11 @@ void Runtime::abort_group(const GroupPtr& group, const std::string& reason) {
   driver_.wake();
 }
 
-void Runtime::shutdown() noexcept {
+void Runtime::shutdown(bool failed) noexcept {
   if (getpid() != pid_ || shut_down_.exchange(true)) return;
   try {
     const auto bound = settings().shutdown_timeout;
-    const auto deadline = Operation::Clock::now() + bound;
-    bool healthy = true;
+    bool healthy = !failed;
     for (const GroupPtr& group : coordinator_.groups()) {
       const ErrorPtr failure = group->failure();
       if (failure && failure->kind != ErrorKind::kAborted && failure->kind != ErrorKind::kUsage) healthy = false;
@@ -107,12 +109,16 @@ void Runtime::shutdown() noexcept {
         if (!group->leaving()) group->leave();
       });
     }
-    // With a group given up its members may never come; the rest still gets a moment to part in order.
-    const auto wait = healthy ? deadline : Operation::Clock::now() + std::min<std::chrono::milliseconds>(bound, std::chrono::seconds(1));
-    const bool parted = driver_.wait_until([&] { return coordinator_.groups().empty(); }, wait);
+    // With a group given up its members may never come; the rest still gets a moment to part in order. Under an MPI launcher a
+    // rank that ends early waits for the others, since leaving without MPI_Finalize ends the job.
+    using std::chrono::milliseconds;
+    const milliseconds patience = !healthy ? std::min<milliseconds>(bound, kFailedBound)
+                                           : bootstrap::launched_by_mpi() ? std::max<milliseconds>(bound, kLauncherBound) : bound;
+    const bool parted =
+        driver_.wait_until([&] { return coordinator_.groups().empty(); }, Operation::Clock::now() + patience);
     driver_.stop();
     completions_.stop();
-    maker_.stop(bound, !parted);
+    maker_.stop(healthy ? bound : patience, !parted);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "multicomm: at shutdown: %s\n", error.what());
   }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import functools
+import socket
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -24,7 +26,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 _SERVER = str(Path(_C.__file__).parent / "multicomm-pmix-server")
 _DEFAULT_START_TIMEOUT = timedelta(minutes=5)
@@ -52,8 +54,13 @@ class GroupStats(TypedDict):
 
 
 def stats() -> dict[str, GroupStats]:
-    """Counters per live process group of this process, by group name."""
-    return _C.stats()  # type: ignore[no-any-return]
+    """Counters per live process group of this process, by the group's description (``group_desc``), else by torch's name for it."""
+    described = {}
+    for group, name in dist.distributed_c10d._world.pg_names.items():
+        description = getattr(group, "group_desc", "")
+        if description and description not in ("undefined", *described.values()):
+            described[name] = description
+    return {described.get(name, name): counters for name, counters in _C.stats().items()}
 
 
 def launched_by_mpi() -> bool:
@@ -95,13 +102,34 @@ def _create(opts: Any, options: _C.Options | None) -> Any:
     )
 
 
+def _mpi_rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """``init_method="mpi://"``: rank and world size from MPI, the store's address agreed over MPI."""
+    rank, world_size = _C.mpi_world()
+    store = None
+    address = ""
+    if rank == 0:
+        store = dist.TCPStore("0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        address = f"{socket.gethostname()} {store.port} {_C.host_identity()}"
+    host, port, identity = _C.mpi_broadcast(address).split(" ", 2)
+    if store is None:
+        host = "127.0.0.1" if identity == _C.host_identity() else host
+        store = dist.TCPStore(host, int(port), world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+    yield store, rank, world_size
+
+
 @functools.cache
 def _register() -> None:
     """Registers the backend "multicomm" for CPU tensors; idempotent."""
     if "multicomm" in dist.Backend.backend_list:
         return
     dist.Backend.register_backend("multicomm", _create, extended_api=True, devices=["cpu"])
-    atexit.register(_C.shutdown)
+    dist.register_rendezvous_handler("mpi", _mpi_rendezvous)
+    atexit.register(_shutdown)
+
+
+def _shutdown() -> None:
+    # After an uncaught exception the peers may never come to their end: they are not waited for.
+    _C.shutdown(failed=hasattr(sys, "last_value"))
 
 
 __all__ = ["GroupStats", "launched_by_mpi", "start", "stats", "torch"]

@@ -1,146 +1,22 @@
-"""Every collective as a call that knows its right result, computed from what every rank is known to bring.
+"""Every collective as a call that knows its right result.
 
-`start(name, case)` issues the call on this rank; `finish()` waits for it and compares. The same calls serve the
-matrix of operations, the tests of asynchronous bursts and the random programs.
+`start(name, case)` issues the call on this rank; `finish()` waits for it and compares. The same calls serve
+the matrix of operations, the tests of asynchronous bursts and the random programs.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from harness.checks import same
-from harness.rank import Group
-
-_CANARY = 77
+from harness.case import Buffer, Call, Case, Expected, blank, buffer_of, reduced, values
 
 
-@dataclass(frozen=True)
-class Case:
-    """One call: where, of what, and how."""
-
-    group: Group
-    dtype: torch.dtype = torch.float32
-    shape: tuple[int, ...] = (7,)
-    layout: str = "contiguous"
-    reduce_op: str = "SUM"
-    asynchronous: bool = False
-    salt: int = 0
-    """Makes the data and the root of one call differ from those of another."""
-
-    @property
-    def root(self) -> int:
-        """Global rank."""
-        return self.group.ranks[self.salt % self.group.size]
-
-    @property
-    def is_root(self) -> bool:
-        return self.root == self.group.ranks[self.group.own]
-
-    def __str__(self) -> str:
-        how = "async" if self.asynchronous else "sync"
-        what = f"{self.dtype} {list(self.shape)} {self.layout} {self.reduce_op}"
-        return f"{what} on {self.group.kind} ({how}, salt {self.salt})"
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A tensor inside a larger one whose other elements must not change."""
-
-    tensor: torch.Tensor
-    gaps: torch.Tensor
-
-
-Expected = tuple[str, Buffer, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call under way."""
-
-    what: str
-    works: list[dist.Work]
-    expected: list[Expected]
-    close: bool = False
-
-    def finish(self) -> None:
-        for work in self.works:
-            work.wait()
-        self.verify()
-
-    def verify(self) -> None:
-        for part, buffer, want in self.expected:
-            same(buffer.tensor, want, f"{self.what}: {part}", close=self.close)
-            same(buffer.gaps, torch.full_like(buffer.gaps, _CANARY), f"{self.what}: gaps of {part}")
-
-
-# Layout: the dimensions that the memory has in addition, and the place of the tensor in it.
-_PLACES = {"strided": ((2,), (..., 0)), "column": ((3,), (..., 1)), "transposed": ((), (...,))}
-LAYOUTS = ("contiguous", "offset", *_PLACES)
-
-
-def buffer_of(values: torch.Tensor, layout: str) -> Buffer:
-    """`values` in memory laid out as asked for."""
-    shape, dtype = tuple(values.shape), values.dtype
-    if layout in ("contiguous", "offset") or values.dim() == 0:
-        margin = 3 if layout == "offset" else 0
-        base = torch.full((values.numel() + 2 * margin,), _CANARY).to(dtype)
-        tensor = base[margin : margin + values.numel()].view(shape)
-        tensor.copy_(values)
-        edges = base.as_strided((2, margin), (values.numel() + margin, 1))  # before and after the slice
-        return Buffer(tensor, edges)
-    extra, place = _PLACES[layout]
-    order = shape[::-1] if layout == "transposed" else shape
-    base = torch.full((*order, *extra), _CANARY).to(dtype)
-    tensor = base[place]
-    if layout == "transposed":
-        tensor = tensor.permute(*reversed(range(tensor.dim())))
-    tensor.copy_(values)
-    return Buffer(tensor, base[..., -1] if extra else base.flatten()[:0])
-
-
-def values(case: Case, rank: int, part: int = 0, rows: int | None = None) -> torch.Tensor:
-    """What `rank` brings to a call; small whole numbers, so that every dtype adds them exactly."""
-    shape = case.shape if rows is None else (rows, *case.shape[1:])
-    count = math.prod(shape)
-    index = torch.arange(count) * 7 + rank * 5 + part * 11 + case.salt * 3 + 1
-    if case.dtype == torch.bool:
-        return (index % 5 % 2).bool().view(shape)
-    index = index % 3 + 1 if case.reduce_op == "PRODUCT" else index % 29
-    return index.to(case.dtype).view(shape)
-
-
-def blank(case: Case, rows: int | None = None) -> torch.Tensor:
-    """What an output holds before."""
-    return torch.full(case.shape if rows is None else (rows, *case.shape[1:]), _CANARY - 1).to(case.dtype)
-
-
-def reduced(case: Case, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """The plain computation of `case.reduce_op`."""
-    stacked = torch.stack(inputs)
-    if case.dtype == torch.bool:
-        return stacked.any(0) if case.reduce_op in ("SUM", "MAX") else stacked.all(0)
-    whole = not (case.dtype.is_floating_point or case.dtype.is_complex)
-    wide = stacked.to(torch.int64 if whole else torch.complex128 if case.dtype.is_complex else torch.float64)
-    if case.reduce_op == "AVG":
-        return (wide.sum(0) // len(inputs) if whole else wide.mean(0)).to(case.dtype)
-    functions: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
-        "SUM": torch.sum,
-        "PRODUCT": torch.prod,
-        "MIN": torch.amin,
-        "MAX": torch.amax,
-    }
-    return functions[case.reduce_op](wide, 0).to(case.dtype)
-
-
-def _start(
-    case: Case, name: str, issue: Callable[[], dist.Work | None], expected: list[Expected]
-) -> Call:
+def _start(case: Case, name: str, issue: Callable[[], dist.Work | None], expected: list[Expected]) -> Call:
     work = issue()
     assert (work is not None) == case.asynchronous, f"{name} {case} returned {work}"
     return Call(f"{name} {case}", [work] if work is not None else [], expected, close=case.reduce_op == "AVG")
@@ -246,32 +122,36 @@ def reduce_scatter_tensor(case: Case) -> Call:
     )
 
 
-def _rows(case: Case, sender: int, receiver: int) -> int:
-    """Rows from one group rank to another in the uneven exchanges; some are 0."""
-    return max(0, case.shape[0] + (2 * sender + 3 * receiver + case.salt) % 5 - 3)
+def _exchanged(case: Case, uneven: bool) -> tuple[list[int], list[int]]:
+    """Rows that this rank sends to, and gets from, each member; uneven ones differ per pair, some are 0."""
+
+    def rows(sender: int, receiver: int) -> int:
+        more = (2 * sender + 3 * receiver + case.salt) % 5 - 3 if uneven else 0
+        return max(0, case.shape[0] + more)
+
+    members, own = range(case.group.size), case.group.own
+    return [rows(own, to) for to in members], [rows(by, own) for by in members]
 
 
-def all_to_all(case: Case) -> Call:
-    own, members = case.group.own, range(case.group.size)
-    inputs = [buffer_of(values(case, _own(case), to, _rows(case, own, to)), case.layout) for to in members]
-    outputs = [buffer_of(blank(case, _rows(case, by, own)), case.layout) for by in members]
+def all_to_all(case: Case, *, uneven: bool = False) -> Call:
+    own, members, ranks = case.group.own, range(case.group.size), case.group.ranks
+    sent, received = _exchanged(case, uneven)
+    inputs = [buffer_of(values(case, ranks[own], to, sent[to]), case.layout) for to in members]
+    outputs = [buffer_of(blank(case, received[by]), case.layout) for by in members]
     return _start(
         case,
-        "all_to_all",
-        lambda: dist.all_to_all(
-            _tensors(outputs), _tensors(inputs), case.group.handle, case.asynchronous
-        ),
+        f"all_to_all{' uneven' if uneven else ''}",
+        lambda: dist.all_to_all(_tensors(outputs), _tensors(inputs), case.group.handle, case.asynchronous),
         [
-            (f"from rank {rank}", outputs[by], values(case, rank, own, _rows(case, by, own)))
-            for by, rank in enumerate(case.group.ranks)
+            (f"from rank {rank}", outputs[by], values(case, rank, own, received[by]))
+            for by, rank in enumerate(ranks)
         ],
     )
 
 
 def all_to_all_single(case: Case, *, uneven: bool = False) -> Call:
     own, members, ranks = case.group.own, range(case.group.size), case.group.ranks
-    rows = functools.partial(_rows, case) if uneven else lambda sender, receiver: case.shape[0]
-    sent, received = [rows(own, to) for to in members], [rows(by, own) for by in members]
+    sent, received = _exchanged(case, uneven)
     data = buffer_of(torch.cat([values(case, _own(case), to, sent[to]) for to in members]), case.layout)
     output = buffer_of(blank(case, sum(received)), case.layout)
     splits = (received, sent) if uneven else (None, None)
@@ -333,6 +213,7 @@ OPERATIONS: dict[str, Callable[[Case], Call]] = {
     "reduce_scatter": reduce_scatter,
     "reduce_scatter_tensor": reduce_scatter_tensor,
     "all_to_all": all_to_all,
+    "all_to_all_uneven": functools.partial(all_to_all, uneven=True),
     "all_to_all_single": all_to_all_single,
     "all_to_all_single_uneven": functools.partial(all_to_all_single, uneven=True),
     "gather": gather,

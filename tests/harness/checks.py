@@ -10,7 +10,7 @@ import torch
 
 
 def same(got: torch.Tensor, want: torch.Tensor | list[Any], what: str, *, close: bool = False) -> None:
-    """Asserts that `got` has the shape, dtype and values of `want`; `close` allows for roundings of the dtype."""
+    """Asserts that `got` has the shape, dtype and values of `want`; `close` allows for rounding."""
     got = got.detach()
     want = torch.as_tensor(want, dtype=got.dtype).detach() if isinstance(want, list) else want.detach()
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"

@@ -1,4 +1,4 @@
-"""The ranks of one world size: started once, reused, and started anew after a failure (their state is unknown)."""
+"""The ranks of one world size: started once, reused; started anew after a failure."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RankPool:
         self._tasks = 0
 
     def run(self, module: str, function: str, arguments: dict[str, Any], seed: int, limit: float) -> None:
-        """Runs `module.function.body` on every rank; fails the test unless all succeed within `limit` seconds."""
+        """Runs `module.function.body` on every rank; fails the test unless all succeed within `limit` s."""
         if not self._ranks:
             self._start()
         self._tasks += 1

@@ -1,4 +1,4 @@
-"""What a test body gets: who it is, its pool's process groups, and a channel apart from the backend under test."""
+"""What a test body gets: who it is, its pool's groups, and a channel apart from the backend under test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the environment decides: the backend under test; and the environment that ranks and jobs start with."""
+"""What the environment decides: the backend under test; and the environment that ranks and jobs get."""
 
 from __future__ import annotations
 
