@@ -60,7 +60,7 @@ void Runtime::check_process() const {
 
 Runtime::Runtime()
     : pid_(getpid()),
-      coordinator_(read_settings(environ), shared_.requests, completions_),
+      coordinator_(read_settings(environ), shared_, completions_),
       driver_(coordinator_, completions_, oversubscribed()),
       maker_(shared_) {
   coordinator_.on_channel_released = [this](std::shared_ptr<Channel> channel) { maker_.free(std::move(channel)); };

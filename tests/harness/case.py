@@ -1,4 +1,4 @@
-"""One call of a collective: where, of what, how; the memory that it uses, what every rank brings, what is right."""
+"""One call of a collective: where, of what and how; its memory; what every rank brings; and what is right."""
 
 from __future__ import annotations
 

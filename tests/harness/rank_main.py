@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -57,6 +58,8 @@ def _run(me: Rank, side: dist.Store, task: Task) -> Outcome:
 
 def main(descriptor: int, backend: str, stacks: str) -> None:
     _die_with_parent()
+    # torch 2.13 has new names for all_gather_into_tensor and reduce_scatter_tensor; older ones lack them.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with open(stacks, "w") as stack_file, Connection(descriptor) as pytest_side:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         torch.set_num_threads(1)

@@ -1,18 +1,24 @@
 // One group's communicators and what runs on them.
 #pragma once
 
+#include <memory>
+
 #include "transport/mpi/buffer_pool.h"
 #include "transport/mpi/control_plane.h"
 #include "transport/mpi/data_plane.h"
 #include "transport/mpi/messages.h"
+#include "transport/poller.h"
+#include "transport/shm/shm_data_plane.h"
 
 namespace multicomm::mpi {
 
 inline constexpr int64_t kLargestCount = int64_t{1} << 30;
 
 // What all groups of a process share.
-struct Shared {
+struct Shared final : Progress {
+  size_t poll() override { return requests.poll() + pollers.poll(); }
   Requests requests;
+  Pollers pollers;
   BufferPool pool;
   const Types* types = nullptr;  // made once MPI is up
 };
@@ -21,14 +27,21 @@ struct Shared {
 // several steps never gets between two rounds.
 class MpiChannel final : public Channel {
  public:
-  MpiChannel(MPI_Comm control, MPI_Comm data, Shared& shared)
+  // `segment`: memory that all members share, where they are on one node.
+  MpiChannel(MPI_Comm control, MPI_Comm data, Shared& shared, std::unique_ptr<shm::Segment> segment)
       : control_comm_(control),
         data_comm_(data),
         control_(control, shared.requests, *shared.types),
         messages_(control, shared.requests, kLargestCount),
-        data_(data, shared.requests, *shared.types, shared.pool, messages_, kLargestCount) {}
+        data_(data, shared.requests, *shared.types, shared.pool, messages_, kLargestCount) {
+    if (!segment) return;
+    int rank = 0, size = 1;
+    check(MPI_Comm_rank(control, &rank), "MPI_Comm_rank");
+    check(MPI_Comm_size(control, &size), "MPI_Comm_size");
+    shm_ = std::make_unique<shm::ShmDataPlane>(std::move(segment), rank, size, shared.pollers, data_);
+  }
   ControlPlane& control() override { return control_; }
-  DataPlane& data() override { return data_; }
+  DataPlane& data() override { return shm_ ? static_cast<DataPlane&>(*shm_) : data_; }
   void set_sink(PointToPointSink* sink) override { messages_.set_sink(sink); }
   // Collective over the members, once all of them have left.
   void free_communicators() {
@@ -42,6 +55,7 @@ class MpiChannel final : public Channel {
   MpiControlPlane control_;
   Messages messages_;
   MpiDataPlane data_;
+  std::unique_ptr<shm::ShmDataPlane> shm_;
 };
 
 }  // namespace multicomm::mpi

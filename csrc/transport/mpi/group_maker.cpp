@@ -60,6 +60,29 @@ void compare_settings(MPI_Comm communicator, const GroupRequest& request) {
     throw std::runtime_error("the ranks have different settings, which must be alike on all of them:" + text);
 }
 
+// Memory shared by all members, or null, on all of them alike, when they are not on one node or it cannot be had.
+std::unique_ptr<shm::Segment> make_segment(MPI_Comm communicator, int rank, int size) {
+  if (size == 1) return nullptr;
+  MPI_Comm node = MPI_COMM_NULL;
+  check(MPI_Comm_split_type(communicator, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &node), "MPI_Comm_split_type");
+  int local = 0;
+  MPI_Comm_size(node, &local);
+  MPI_Comm_free(&node);
+  std::unique_ptr<shm::Segment> segment;
+  shm::Segment::Address address{};
+  if (rank == 0 && local == size) {
+    segment = shm::Segment::create(static_cast<size_t>(size));
+    if (segment) address = segment->address();
+  }
+  check(MPI_Bcast(&address, sizeof(address), MPI_BYTE, 0, communicator), "MPI_Bcast");
+  if (rank != 0 && local == size && address.pid != 0) segment = shm::Segment::open(address, static_cast<size_t>(size));
+  int mapped = segment ? 1 : 0;
+  check(MPI_Allreduce(MPI_IN_PLACE, &mapped, 1, MPI_INT, MPI_MIN, communicator), "MPI_Allreduce");
+  if (mapped == 0) return nullptr;
+  segment->close_descriptor();
+  return segment;
+}
+
 void make_channel(const GroupRequest& request, MPI_Comm world, int tag, Shared& shared) {
   try {
     MPI_Comm control = MPI_COMM_NULL, data = MPI_COMM_NULL;
@@ -71,7 +94,8 @@ void make_channel(const GroupRequest& request, MPI_Comm world, int tag, Shared& 
     compare_settings(control, request);
     check(MPI_Comm_dup(control, &data), "MPI_Comm_dup");
     check(MPI_Comm_set_errhandler(data, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
-    request.made(std::make_shared<MpiChannel>(control, data, shared));
+    auto segment = make_segment(control, request.rank, static_cast<int>(request.ranks.size()));
+    request.made(std::make_shared<MpiChannel>(control, data, shared, std::move(segment)));
   } catch (const std::exception& error) {
     request.failed(error.what(), false);
   }

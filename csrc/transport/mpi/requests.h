@@ -27,9 +27,9 @@ class RequestHandler {
 
 // One MPI_Testsome for all groups: a rank waits in dozens of groups at once, and a test per group would cost a lock and a
 // progress sweep each. Driver only.
-class Requests final : public Progress {
+class Requests {
  public:
-  size_t poll() override;
+  size_t poll();
   void add(MPI_Request request, RequestHandler& handler);
   // Cancels a receive that nothing will match any more; its handler is not told.
   void cancel(RequestHandler& handler);
