@@ -233,8 +233,9 @@ void GroupState::on_table(const std::string* error) {
 
 void GroupState::react_to_members() {
   const bool all_left = result_.leaving == static_cast<uint32_t>(info_.size());
-  const bool told_of_failure = std::exchange(announce_failure_, false) || mine_.lowest_failed != kNobody;
-  if (result_.lowest_failed != kNobody && !told_of_failure && !failure()) {
+  // Only a round that carried the announcement has told it: the failure may have come while this round was in flight.
+  if (mine_.lowest_failed != kNobody) announce_failure_ = false;
+  if (result_.lowest_failed != kNobody && !failure()) {
     give_up(peer_failed_error(info_, static_cast<int>(result_.lowest_failed)));
     announce_failure_ = false;  // the round that told us has told everybody
   } else if (result_.leaving > 0 && !leaving_ && !failure()) {

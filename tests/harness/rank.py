@@ -86,6 +86,7 @@ class Rank:
     def signal(self, event: str) -> None:
         """Tells the other ranks that `event` has happened."""
         self.store.set(event, "1")
+        self.store.get(event)  # set() does not wait for the server: from here on every rank sees it
 
     def await_signal(self, event: str) -> None:
         """Waits until some rank has signalled `event`."""

@@ -32,6 +32,7 @@ def _join_world(backend: str) -> Rank:
     if backend == "multicomm":
         importlib.import_module("multicomm")
     dist.init_process_group(backend, timeout=_GROUP_TIMEOUT)
+    assert dist.get_backend() == backend, f"the default group is on {dist.get_backend()}"
     rank, world = dist.get_rank(), dist.get_world_size()
     side = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     me = Rank(rank, world, backend, dist.PrefixStore("side", side))

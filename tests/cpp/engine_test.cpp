@@ -1,0 +1,338 @@
+// The engine's rules, one by one, on simulated ranks: each test fails when its rule is broken.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "coordinator/half.h"
+#include "coordinator/inline_payload.h"
+#include "coordinator/reduce_kernels.h"
+#include "transport/sim/sim_world.h"
+
+namespace {
+
+using namespace multicomm;
+using sim::SimWorld;
+using OperationRef = std::shared_ptr<sim::PlainOperation>;
+
+#define REQUIRE(condition)                                                                          \
+  do {                                                                                              \
+    if (!(condition)) throw std::runtime_error(std::string(#condition) + ", line " + std::to_string(__LINE__)); \
+  } while (false)
+
+OperationRef all_reduce(std::vector<int64_t>& values, ReduceOp op = ReduceOp::kSum) {
+  auto operation = std::make_shared<sim::PlainOperation>();
+  operation->descriptor.kind = OpKind::kAllReduce;
+  operation->descriptor.dtype = DType::kInt64;
+  operation->descriptor.reduce_op = op;
+  operation->descriptor.count = values.size();
+  const Segment segment{reinterpret_cast<std::byte*>(values.data()), static_cast<int64_t>(values.size())};
+  operation->inputs = {segment};
+  operation->outputs = {segment};
+  const auto begin = reinterpret_cast<uintptr_t>(values.data());
+  operation->ranges = {{begin, begin + values.size() * sizeof(int64_t), true}};
+  return operation;
+}
+
+OperationRef barrier() {
+  auto operation = std::make_shared<sim::PlainOperation>();
+  operation->descriptor.kind = OpKind::kBarrier;
+  return operation;
+}
+
+// Ranks in lock step until nothing moves.
+void settle(SimWorld& world) {
+  for (int still = 0; still < 3;) {
+    bool moved = world.deliver_one();
+    for (int r = 0; r < world.size(); ++r) moved = world.step(r) || moved;
+    still = moved || !world.quiet() ? 0 : still + 1;
+  }
+}
+
+std::vector<Settings> two(Settings settings = {}) { return {settings, settings}; }
+
+struct Pair {
+  explicit Pair(Settings settings = {}) : world(1, two(settings)), group(world.make_group("g", {0, 1})) {}
+  void submit(int rank, const OperationRef& operation) {
+    world.coordinator(rank).submit(group[static_cast<size_t>(rank)], operation);
+  }
+  SimWorld world;
+  std::vector<GroupPtr> group;
+};
+
+void idle_group_sends_nothing() {
+  Pair pair;
+  settle(pair.world);
+  REQUIRE(pair.group[0]->statistics().rounds == 0);
+}
+
+void small_operation_rides_in_the_record() {
+  Pair pair;
+  std::vector<int64_t> a(8, 1), b(8, 2);
+  pair.submit(0, all_reduce(a));
+  pair.submit(1, all_reduce(b));
+  settle(pair.world);
+  REQUIRE(a[7] == 3 && b[0] == 3);
+  REQUIRE(pair.group[0]->statistics().inline_operations == 1 && pair.group[0]->statistics().batches == 0);
+}
+
+void what_piles_up_is_fused() {
+  Pair pair;
+  std::vector<std::vector<int64_t>> a(40, std::vector<int64_t>(200, 1)), b(40, std::vector<int64_t>(200, 2));
+  for (auto& values : a) pair.submit(0, all_reduce(values));
+  for (auto& values : b) pair.submit(1, all_reduce(values));
+  settle(pair.world);
+  const GroupStatistics s = pair.group[0]->statistics();
+  REQUIRE(a[39][199] == 3);
+  REQUIRE(s.rounds == 1 && s.batches == 1 && s.batched_operations == 40);
+}
+
+void deterministic_mode_fuses_nothing() {
+  Settings settings;
+  settings.deterministic = true;
+  Pair pair(settings);
+  std::vector<std::vector<int64_t>> a(6, std::vector<int64_t>(100, 1)), b(6, std::vector<int64_t>(100, 2));
+  for (auto& values : a) pair.submit(0, all_reduce(values));
+  for (auto& values : b) pair.submit(1, all_reduce(values));
+  settle(pair.world);
+  const GroupStatistics s = pair.group[0]->statistics();
+  // 800 bytes each: every one fits a record of its own, so every one is inline, however many pile up.
+  REQUIRE(s.inline_operations == 6 && s.batches == 0 && s.rounds == 6);
+}
+
+void partial_agreement_is_carried_on() {
+  Pair pair;
+  std::vector<std::vector<int64_t>> a(3, std::vector<int64_t>(200, 1)), b(3, std::vector<int64_t>(200, 2));
+  std::vector<OperationRef> ops;
+  for (auto& values : a) pair.submit(0, ops.emplace_back(all_reduce(values)));
+  pair.submit(1, all_reduce(b[0]));
+  settle(pair.world);
+  REQUIRE(ops[0]->done() && !ops[1]->done());
+  pair.submit(1, all_reduce(b[1]));
+  pair.submit(1, all_reduce(b[2]));
+  settle(pair.world);
+  REQUIRE(ops[2]->done() && a[2][0] == 3);
+}
+
+void disagreement_fails_everywhere_and_touches_nothing() {
+  Pair pair;
+  std::vector<int64_t> a(8, 1), b(9, 2), c(4, 1), d(4, 2);
+  const auto left = all_reduce(a), right = all_reduce(b);
+  pair.submit(0, left);
+  pair.submit(1, right);
+  const auto next = all_reduce(c);
+  pair.submit(0, next);
+  pair.submit(1, all_reduce(d));
+  settle(pair.world);
+  REQUIRE(left->error() && right->error() && a[0] == 1 && b[0] == 2);
+  for (const char* part : {"group 'g'", "ranks [0, 1]", "collective 0", "rank 0: all_reduce(SUM) of int64 [8]",
+                           "rank 1: all_reduce(SUM) of int64 [9]"}) {
+    REQUIRE(left->error()->message.find(part) != std::string::npos);
+  }
+  REQUIRE(!next->error() && c[0] == 3);  // the group goes on
+}
+
+void checksum_that_does_not_cancel_is_a_disagreement() {
+  Pair pair;
+  std::vector<int64_t> a(8, 1), b(8, 2);
+  const auto left = all_reduce(a), right = all_reduce(b);
+  left->descriptor.checksum = 5;
+  right->descriptor.checksum = static_cast<uint64_t>(-4);
+  pair.submit(0, left);
+  pair.submit(1, right);
+  settle(pair.world);
+  REQUIRE(left->error() && right->error() && a[0] == 1);
+}
+
+void same_tensor_twice_means_twice() {
+  Pair pair;
+  std::vector<int64_t> a(8, 1), b(8, 1);
+  for (int i = 0; i < 3; ++i) {
+    pair.submit(0, all_reduce(a));
+    pair.submit(1, all_reduce(b));
+  }
+  settle(pair.world);
+  REQUIRE(a[0] == 8 && b[7] == 8);
+}
+
+void same_tensor_in_two_groups_is_serial() {
+  SimWorld world(3, two());
+  const auto first = world.make_group("g", {0, 1}), second = world.make_group("h", {1, 0});
+  std::vector<int64_t> a(300, 1), b(300, 1);
+  world.coordinator(0).submit(first[0], all_reduce(a));
+  world.coordinator(1).submit(first[1], all_reduce(b));
+  world.coordinator(0).submit(second[1], all_reduce(a));
+  world.coordinator(1).submit(second[0], all_reduce(b));
+  settle(world);
+  REQUIRE(a[0] == 4 && b[299] == 4);
+}
+
+void groups_do_not_wait_for_each_other() {
+  SimWorld world(4, two());
+  const auto stuck = world.make_group("stuck", {0, 1}), free = world.make_group("free", {0, 1});
+  std::vector<int64_t> a(8, 1), b(8, 1), c(8, 1);
+  const auto waiting = all_reduce(a), other = all_reduce(b);
+  world.coordinator(0).submit(stuck[0], waiting);
+  world.coordinator(0).submit(free[0], other);
+  world.coordinator(1).submit(free[1], all_reduce(c));
+  settle(world);
+  REQUIRE(other->done() && !waiting->done());
+}
+
+// A rank that gave up still brings its real input, so that the late peer gets no garbage; its own tensor stays as it was.
+void given_up_operation_keeps_its_input() {
+  for (const size_t size : {size_t{8}, size_t{500}}) {
+    Pair pair;
+    std::vector<int64_t> a(size, 1), b(size, 2), c(size, 2);
+    const auto early = all_reduce(a);
+    early->deadline = pair.world.now() + std::chrono::seconds(1);
+    pair.submit(0, early);
+    settle(pair.world);
+    pair.world.advance_time(std::chrono::seconds(2));
+    settle(pair.world);
+    REQUIRE(early->done() && early->error() && early->error()->kind == ErrorKind::kTimeout);
+    const auto late = all_reduce(b);
+    pair.submit(1, late);
+    settle(pair.world);
+    REQUIRE(late->done() && !late->error() && b[0] == 3);
+    REQUIRE(a[0] == 1);
+    const auto after = all_reduce(c);  // and it learns that the group was given up, instead of waiting for ever
+    pair.submit(1, after);
+    settle(pair.world);
+    REQUIRE(after->done() && after->error() && c[0] == 2);
+    REQUIRE(after->error()->message.find("rank 0 gave this group up") != std::string::npos);
+    REQUIRE(pair.world.coordinator(0).memory().empty());
+  }
+}
+
+void leaving_with_peers_at_work_is_told() {
+  Pair pair;
+  std::vector<int64_t> a(8, 1);
+  const auto waiting = all_reduce(a);
+  pair.submit(0, waiting);
+  pair.world.coordinator(1).post([&] { pair.group[1]->leave(); });
+  settle(pair.world);
+  REQUIRE(waiting->error() && waiting->error()->message.find("rank 1 has destroyed this group") != std::string::npos);
+  REQUIRE(!pair.group[0]->closed());
+  pair.world.coordinator(0).post([&] { pair.group[0]->leave(); });
+  settle(pair.world);
+  REQUIRE(pair.group[0]->closed() && pair.group[1]->closed());
+}
+
+void closed_group_refuses() {
+  Pair pair;
+  for (int r = 0; r < 2; ++r) pair.world.coordinator(r).post([&pair, r] { pair.group[static_cast<size_t>(r)]->leave(); });
+  settle(pair.world);
+  std::vector<int64_t> a(8, 1);
+  const auto late = all_reduce(a);
+  pair.submit(0, late);
+  REQUIRE(late->done() && late->error() && late->error()->message.find("destroyed") != std::string::npos);
+}
+
+void barrier_waits_for_all() {
+  Pair pair;
+  const auto first = barrier();
+  pair.submit(0, first);
+  settle(pair.world);
+  REQUIRE(!first->done());
+  pair.submit(1, barrier());
+  settle(pair.world);
+  REQUIRE(first->done() && !first->error());
+}
+
+void combine_is_symmetric() {
+  for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct}) {
+    const float values[] = {0.0f, -0.0f, 1.5f, -3.0f, std::numeric_limits<float>::infinity(), std::nanf("")};
+    for (const float x : values) {
+      for (const float y : values) {
+        float a = x, b = y;
+        reduce_into(DType::kFloat32, op, &a, &y, 1);
+        reduce_into(DType::kFloat32, op, &b, &x, 1);
+        REQUIRE((std::isnan(a) && std::isnan(b)) || std::memcmp(&a, &b, sizeof(a)) == 0);
+      }
+    }
+  }
+}
+
+void half_precision_round_trips() {
+  for (uint32_t bits = 0; bits < 65536; ++bits) {
+    const auto h = static_cast<uint16_t>(bits);
+    const float f = half_bits_to_float(h), g = bfloat_bits_to_float(h);
+    REQUIRE(std::isnan(f) ? std::isnan(half_bits_to_float(float_to_half_bits(f))) : float_to_half_bits(f) == h);
+    REQUIRE(std::isnan(g) ? std::isnan(bfloat_bits_to_float(float_to_bfloat_bits(g))) : float_to_bfloat_bits(g) == h);
+  }
+  REQUIRE(float_to_half_bits(65519.9f) == 0x7bff && float_to_half_bits(65520.0f) == 0x7c00);
+  REQUIRE(float_to_half_bits(0x1p-25f) == 0 && float_to_half_bits(0x1.8p-25f) == 1);  // ties to even, then up
+  REQUIRE(float_to_half_bits(1.0f + 0x1p-11f) == 0x3c00 && float_to_half_bits(1.0f + 0x1.8p-10f) == 0x3c02);
+  REQUIRE(float_to_bfloat_bits(1.0f + 0x1p-8f) == 0x3f80 && float_to_bfloat_bits(1.0f + 0x1.8p-7f) == 0x3f82);
+}
+
+void unknown_setting_is_refused() {
+  std::string entries[] = {"HOME=/", "MULTICOMM_FUSION_BITES=3"};
+  char* environment[] = {entries[0].data(), entries[1].data(), nullptr};
+  try {
+    read_settings(environment);
+  } catch (const std::invalid_argument& error) {
+    const std::string text = error.what();
+    REQUIRE(text.find("MULTICOMM_FUSION_BITES") != std::string::npos && text.find("MULTICOMM_FUSION_BYTES") != std::string::npos);
+    return;
+  }
+  REQUIRE(!"an unknown setting was accepted");
+}
+
+void malformed_setting_is_refused() {
+  for (const char* value : {"MULTICOMM_FUSION_BYTES=many", "MULTICOMM_FUSION_BYTES=-1", "MULTICOMM_DETERMINISTIC=maybe",
+                            "MULTICOMM_SHUTDOWN_SECONDS=", "MULTICOMM_SHUTDOWN_SECONDS=-2"}) {
+    std::string entry = value;
+    char* environment[] = {entry.data(), nullptr};
+    bool refused = false;
+    try {
+      read_settings(environment);
+    } catch (const std::invalid_argument&) {
+      refused = true;
+    }
+    REQUIRE(refused);
+  }
+}
+
+}  // namespace
+
+int main() {
+  const std::pair<const char*, std::function<void()>> tests[] = {
+#define TEST(name) {#name, name}
+      TEST(idle_group_sends_nothing),
+      TEST(small_operation_rides_in_the_record),
+      TEST(what_piles_up_is_fused),
+      TEST(deterministic_mode_fuses_nothing),
+      TEST(partial_agreement_is_carried_on),
+      TEST(disagreement_fails_everywhere_and_touches_nothing),
+      TEST(checksum_that_does_not_cancel_is_a_disagreement),
+      TEST(same_tensor_twice_means_twice),
+      TEST(same_tensor_in_two_groups_is_serial),
+      TEST(groups_do_not_wait_for_each_other),
+      TEST(given_up_operation_keeps_its_input),
+      TEST(leaving_with_peers_at_work_is_told),
+      TEST(closed_group_refuses),
+      TEST(barrier_waits_for_all),
+      TEST(combine_is_symmetric),
+      TEST(half_precision_round_trips),
+      TEST(unknown_setting_is_refused),
+      TEST(malformed_setting_is_refused),
+  };
+  int failed = 0;
+  for (const auto& [name, test] : tests) {
+    try {
+      test();
+      std::printf("ok   %s\n", name);
+    } catch (const std::exception& error) {
+      std::printf("FAIL %s: %s\n", name, error.what());
+      ++failed;
+    }
+  }
+  return failed == 0 ? 0 : 1;
+}
