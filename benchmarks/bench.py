@@ -2,8 +2,9 @@
 
     python benchmarks/bench.py [--ranks 2] [--quick] [--only NAME] [--json FILE] [--plot FILE.png] [--check]
 
-Starts the ranks itself. Repetitions of the contenders are interleaved, each after a barrier; a time is rank 0's from that barrier to the
-end of its own work, and a figure is the median over repetitions. Figures of two runs cannot be compared: the machine is shared.
+Starts the ranks itself. Repetitions of the contenders are interleaved, each after a barrier; a time is rank 0's from
+that barrier to the end of its own work, and a figure is the median over repetitions. Figures of two runs cannot be
+compared: the machine is shared.
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
         (("mpi", "bare MPI (mpi4py)", "#c98a1b"), ("gloo", "Gloo", "#2f6f9f"))
     ):
         ratios = [row[key] / row["multicomm"] if row[key] else 0.0 for row in rows]
-        bars = axes.barh([y + 0.2 - 0.4 * (1 - shift) for y in range(len(rows))], ratios, 0.38, label=label, color=colour)
+        bars = axes.barh(
+            [y + 0.2 - 0.4 * (1 - shift) for y in range(len(rows))], ratios, 0.38, label=label, color=colour
+        )
         axes.bar_label(bars, [f"{ratio:.1f}" if ratio else "" for ratio in ratios], padding=3)
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xscale("log")

@@ -1,4 +1,4 @@
-"""The rank side of bench.py: runs each workload with each contender in turn and writes the times. Started by bench.py."""
+"""The rank side of bench.py: runs each workload with each contender in turn and writes the times."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import multicomm  # noqa: F401  (registers the backend)
 import torch
 import torch.distributed as dist
-
-import multicomm  # noqa: F401  (registers the backend)
 
 Contender = Callable[[], None]
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
-    """Shapes of ResNet-50's 161 parameters (He et al., "Deep residual learning", 2016), in the order of the forward pass."""
+    """Shapes of ResNet-50's 161 parameters (He et al., "Deep residual learning", 2016), in order of use."""
     shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
     channels = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -57,7 +56,10 @@ class Bench:
             return None
         return MPI
 
-    def run(self, name: str, contenders: dict[str, Contender], tensors: list[torch.Tensor], repetitions: int, inner: int = 1) -> None:
+    def run(
+        self, name: str, contenders: dict[str, Contender], tensors: list[torch.Tensor], repetitions: int, inner: int = 1
+    ) -> None:
+        """Times each contender on tensors of ones, `inner` all_reduces on each, and checks the sums."""
         repetitions = max(3, repetitions // 3) if self.quick else repetitions
         times: dict[str, list[float]] = {who: [] for who in contenders}
         for repetition in range(repetitions + 1):
@@ -91,9 +93,7 @@ class Bench:
 
     def storm_of(self, tensors: list[torch.Tensor], groups: list[dist.ProcessGroup | None]) -> None:
         count = len(groups)
-        works = [
-            dist.all_reduce(t, group=groups[i % count], async_op=True) for i, t in enumerate(tensors)
-        ]
+        works = [dist.all_reduce(t, group=groups[i % count], async_op=True) for i, t in enumerate(tensors)]
         for work in works:
             work.wait()
 

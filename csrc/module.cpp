@@ -1,13 +1,11 @@
 // Python bindings.
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/utils/pybind.h>
-
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
-
+#include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
 #include <chrono>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "bootstrap/host_identity.h"
 #include "process_group/process_group.h"
@@ -56,20 +54,25 @@ PYBIND11_MODULE(_C, m) {
   py::module_::import("torch._C._distributed_c10d");  // the base classes' types
   Runtime::set_interrupt_check(check_signals);
 
-  py::class_<multicomm::MulticommOptions, c10d::Backend::Options, c10::intrusive_ptr<multicomm::MulticommOptions>>(m, "Options")
+  py::class_<multicomm::MulticommOptions, c10d::Backend::Options, c10::intrusive_ptr<multicomm::MulticommOptions>>(
+      m, "Options")
       .def(py::init<std::chrono::milliseconds>(), py::arg("timeout") = kBackendDefaultTimeout)
-      .def("__copy__", [](const multicomm::MulticommOptions& o) { return c10::make_intrusive<multicomm::MulticommOptions>(o); })
+      .def("__copy__",
+           [](const multicomm::MulticommOptions& o) { return c10::make_intrusive<multicomm::MulticommOptions>(o); })
       .def("__deepcopy__", [](const multicomm::MulticommOptions& o, const py::dict&) {
         return c10::make_intrusive<multicomm::MulticommOptions>(o);
       });
 
-  py::class_<ProcessGroupMulticomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupMulticomm>>(m, "ProcessGroupMulticomm")
-      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::vector<int>& global_ranks,
-                       int world_rank, int world_size, const std::string& name, const std::string& server_executable,
+  py::class_<ProcessGroupMulticomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupMulticomm>>(m,
+                                                                                              "ProcessGroupMulticomm")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                       const std::vector<int>& global_ranks, int world_rank, int world_size, const std::string& name,
+                       const std::string& server_executable,
                        const c10::intrusive_ptr<multicomm::MulticommOptions>& options) {
              const py::gil_scoped_release no_gil;
              return c10::make_intrusive<ProcessGroupMulticomm>(
-                 multicomm::GroupDescription{store, rank, size, global_ranks, world_rank, world_size, name, server_executable},
+                 multicomm::GroupDescription{store, rank, size, global_ranks, world_rank, world_size, name,
+                                             server_executable},
                  options);
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("global_ranks"), py::arg("world_rank"),
@@ -81,27 +84,38 @@ PYBIND11_MODULE(_C, m) {
       .def("shutdown", &ProcessGroupMulticomm::shutdown, py::call_guard<py::gil_scoped_release>());
 
   m.def("stats", &statistics, "Counters per group of this process.");
-  m.def("start",
-        [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size, std::chrono::milliseconds timeout,
-           const std::string& server_executable) {
-          multicomm::bootstrap::WorldRequest request;
-          request.store = multicomm::adapt_base_store(store);
-          request.rank = rank;
-          request.world_size = world_size;
-          request.timeout = timeout;
-          request.server_executable = server_executable;
-          Runtime::get().maker().start(std::move(request));
-        },
-        py::call_guard<py::gil_scoped_release>());
-  m.def("shutdown", [](bool failed) { if (Runtime* runtime = Runtime::if_made()) runtime->shutdown(failed); }, py::arg("failed"),
-        py::call_guard<py::gil_scoped_release>());
-  m.def("mpi_world", [] {
-    const auto& runtime = multicomm::bootstrap::start_from_mpi();
-    return std::pair(runtime.rank(), runtime.size());
-  }, py::call_guard<py::gil_scoped_release>());
-  m.def("mpi_broadcast", [](const std::string& text) {
-    return multicomm::bootstrap::broadcast_text(multicomm::bootstrap::start_from_mpi(), text);
-  }, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "start",
+      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size, std::chrono::milliseconds timeout,
+         const std::string& server_executable) {
+        multicomm::bootstrap::WorldRequest request;
+        request.store = multicomm::adapt_base_store(store);
+        request.rank = rank;
+        request.world_size = world_size;
+        request.timeout = timeout;
+        request.server_executable = server_executable;
+        Runtime::get().maker().start(std::move(request));
+      },
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "shutdown",
+      [](bool failed) {
+        if (Runtime* runtime = Runtime::if_made()) runtime->shutdown(failed);
+      },
+      py::arg("failed"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "mpi_world",
+      [] {
+        const auto& runtime = multicomm::bootstrap::start_from_mpi();
+        return std::pair(runtime.rank(), runtime.size());
+      },
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "mpi_broadcast",
+      [](const std::string& text) {
+        return multicomm::bootstrap::broadcast_text(multicomm::bootstrap::start_from_mpi(), text);
+      },
+      py::call_guard<py::gil_scoped_release>());
   m.def("host_identity", &multicomm::bootstrap::host_identity);
   m.def("settings", [] {
     py::list list;

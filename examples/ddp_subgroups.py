@@ -3,8 +3,9 @@
     torchrun --standalone --nproc-per-node 4 examples/ddp_subgroups.py
     mpirun -n 4 python examples/ddp_subgroups.py
 
-Four ranks form a 2 x 2 mesh. The ranks of a *column* share one batch and hold halves of the hidden layer (tensor parallel); the ranks of
-a *row* hold the same half and see different batches (DistributedDataParallel). A third group over all ranks gathers the metrics.
+Four ranks form a 2 x 2 mesh. The ranks of a *column* share one batch and hold halves of the hidden layer (tensor
+parallel); the ranks of a *row* hold the same half and see different batches (DistributedDataParallel). A third group
+over all ranks gathers the metrics.
 
         columns ->   0      1
         row 0      rank 0 rank 2      ranks of one row hold the same shard of the model
@@ -18,14 +19,13 @@ import json
 import sys
 from pathlib import Path
 
+import multicomm
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-
-import multicomm
 
 HIDDEN = 128
 CLASSES = 10
@@ -81,7 +81,7 @@ class ShardedMlp(nn.Module):
 
 
 def make_mesh(backend: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's tensor-parallel group, its data-parallel group, and the world. Every rank makes every group, in one order."""
+    """This rank's tensor- and data-parallel group, and the world. Every rank makes every group, in one order."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shards = 2 if world % 2 == 0 else 1
     columns = [list(range(start, start + shards)) for start in range(0, world, shards)]

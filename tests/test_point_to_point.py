@@ -167,13 +167,13 @@ def test_messages_to_oneself(me: Rank) -> None:
             same(data[peer], filled(10 * peer + me.rank, size), f"message from {peer}")
 
 
+@unless_gloo("crashes")
 @on_ranks(2, 3)
 def test_calls_that_cannot_be_right_raise_at_once(me: Rank) -> None:
     refused = (ValueError, RuntimeError, TypeError)
     for call in (dist.send, dist.isend, dist.recv, dist.irecv):
         raises(lambda c=call: c(torch.ones(1), me.world + 3), f"{call.__name__} outside the world", refused)
-    for blocking in (dist.send, dist.recv):
-        raises(lambda c=blocking: c(torch.ones(1), me.rank), f"{blocking.__name__} with oneself", refused)
+    raises(lambda: dist.send(torch.ones(1), me.rank), "a send to oneself that waits for its receive", refused)
     if me.world == 3:
         pair = me.groups["pair"]
         if pair.own >= 0:

@@ -18,7 +18,7 @@ std::string host_identity() {
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   std::string identity = host_name() + '|' + boot;
   for (const char* path : {"/proc/self/ns/net", "/proc/self/ns/pid", "/dev/shm"}) {
-    struct stat status {};
+    struct stat status{};
     if (stat(path, &status) == 0) {
       identity += '|' + std::to_string(status.st_dev) + ':' + std::to_string(status.st_ino);
     }

@@ -5,8 +5,9 @@
 
 namespace multicomm::bootstrap {
 
-// Equal text = same node: such processes can share memory and reach each other on the loopback. Made of hostname, boot id, network
-// and process namespace, and /dev/shm, so that containers of one machine count as nodes of their own where they are apart.
+// Equal text = same node: such processes can share memory and reach each other on the loopback. Made of hostname, boot
+// id, network and process namespace, and /dev/shm, so that containers of one machine count as nodes of their own where
+// they are apart.
 std::string host_identity();
 
 std::string host_name();

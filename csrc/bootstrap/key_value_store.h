@@ -17,7 +17,8 @@ class KeyValueStore {
  public:
   virtual ~KeyValueStore() = default;
   virtual void set(const std::string& key, const std::string& value) = 0;
-  // Blocks until the key exists. Throws StoreTimeout when `timeout` passes, another std::exception when the store is lost.
+  // Blocks until the key exists. Throws StoreTimeout when `timeout` passes, another std::exception when the store is
+  // lost.
   virtual std::string get(const std::string& key, std::chrono::milliseconds timeout) = 0;
   virtual bool check(const std::string& key) = 0;
   virtual int64_t add(const std::string& key, int64_t amount) = 0;

@@ -54,8 +54,10 @@ void check_threads() {
   MPI_Query_thread(&provided);
   if (provided < MPI_THREAD_MULTIPLE) {
     throw BootstrapError(
-        "MPI is initialised in this process without MPI_THREAD_MULTIPLE, which multicomm needs for its coordinator thread. Call "
-        "MPI_Init_thread(MPI_THREAD_MULTIPLE), leave mpi4py.rc.thread_level at 'multiple', or let multicomm start MPI first");
+        "MPI is initialised in this process without MPI_THREAD_MULTIPLE, which multicomm needs for its coordinator "
+        "thread. Call "
+        "MPI_Init_thread(MPI_THREAD_MULTIPLE), leave mpi4py.rc.thread_level at 'multiple', or let multicomm start MPI "
+        "first");
   }
 }
 
@@ -65,10 +67,13 @@ void compare_worlds(int rank, int size, int mpi_rank, int mpi_size, bool preinit
                      ", but MPI's world has this process as rank " + std::to_string(mpi_rank) + " of " +
                      std::to_string(mpi_size) + ". ";
   if (preinitialised) {
-    text += "MPI was initialised before multicomm (by importing mpi4py.MPI?), under another launcher than torch's: make the first "
-            "multicomm group before that, or launch with mpirun";
+    text +=
+        "MPI was initialised before multicomm (by importing mpi4py.MPI?), under another launcher than torch's: make "
+        "the first "
+        "multicomm group before that, or launch with mpirun";
   } else {
-    text += "Give torch.distributed the rank and world size of the launcher (RANK, WORLD_SIZE), or init_method=\"mpi://\"";
+    text +=
+        "Give torch.distributed the rank and world size of the launcher (RANK, WORLD_SIZE), or init_method=\"mpi://\"";
   }
   throw BootstrapError(text);
 }
@@ -100,7 +105,8 @@ MpiRuntime& start_from_mpi() {
   MPI_Initialized(&initialised);
   if (initialised == 0 && !launched_by_mpi()) {
     throw BootstrapError(
-        "init_method=\"mpi://\" asks MPI for rank and world size, but no MPI launcher has started this process. Launch with mpirun or "
+        "init_method=\"mpi://\" asks MPI for rank and world size, but no MPI launcher has started this process. Launch "
+        "with mpirun or "
         "srun --mpi=pmix, or use torchrun and the default init_method");
   }
   WorldRequest request;
@@ -112,7 +118,8 @@ std::string broadcast_text(const MpiRuntime& runtime, const std::string& text) {
   char buffer[1024] = {};
   text.copy(buffer, sizeof(buffer) - 1);
   const int code = MPI_Bcast(buffer, sizeof(buffer), MPI_BYTE, 0, runtime.world());
-  if (code != MPI_SUCCESS) throw BootstrapError("MPI_Bcast of the store's address failed with code " + std::to_string(code));
+  if (code != MPI_SUCCESS)
+    throw BootstrapError("MPI_Bcast of the store's address failed with code " + std::to_string(code));
   return buffer;
 }
 
@@ -132,7 +139,8 @@ MpiRuntime& MpiRuntime::start(const WorldRequest& request) {
   if (MpiRuntime* made = runtime.load()) {
     if (made->pid_ != getpid()) throw BootstrapError("MPI was started in the parent of this forked process");
     if (made->shut_down_) throw BootstrapError("MPI has been shut down in this process; it cannot be started twice");
-    compare_worlds(request.rank, request.world_size, made->rank_, made->size_, made->provider_ == Provider::kPreinitialised);
+    compare_worlds(request.rank, request.world_size, made->rank_, made->size_,
+                   made->provider_ == Provider::kPreinitialised);
     return *made;
   }
   runtime.store(new MpiRuntime(request));
@@ -156,8 +164,8 @@ MpiRuntime::MpiRuntime(const WorldRequest& request) : pid_(getpid()) {
 
 void MpiRuntime::initialise(const WorldRequest& request) {
   ScopedEnvironment environment;
-  // Where the user has not decided: the fabrics that these two probe cost a second at start and are not used by us; they print
-  // warnings where they fail.
+  // Where the user has not decided: the fabrics that these two probe cost a second at start and are not used by us;
+  // they print warnings where they fail.
   environment.set_default("OMPI_MCA_btl", "^ofi");
   environment.set_default("OMPI_MCA_osc", "^ucx");
   const std::string prefix = relocated_prefix();
@@ -215,7 +223,8 @@ void MpiRuntime::shutdown(std::chrono::milliseconds bound, bool work_pending) no
   int finalised = 0;
   MPI_Finalized(&finalised);
   if (finalised != 0 || provider_ == Provider::kPreinitialised) return;  // what others started, others end
-  if (provider_ == Provider::kLauncher && !work_pending) bound = std::max<std::chrono::milliseconds>(bound, kLauncherBound);
+  if (provider_ == Provider::kLauncher && !work_pending)
+    bound = std::max<std::chrono::milliseconds>(bound, kLauncherBound);
   if (work_pending || !all_came(bound)) {
     std::fprintf(stderr, "multicomm: rank %d: MPI_Finalize skipped: %s\n", rank_,
                  work_pending ? "operations or groups are unfinished" : "not every rank has come to its end in time");

@@ -48,8 +48,8 @@ class MpiRuntime {
   int rank() const { return rank_; }
   int size() const { return size_; }
   std::string describe() const;
-  // At the end of the process; idempotent. MPI_Finalize waits for all ranks, so it is called only when all of them have come
-  // here within `bound`; else, or with work pending, it is skipped and said so.
+  // At the end of the process; idempotent. MPI_Finalize waits for all ranks, so it is called only when all of them have
+  // come here within `bound`; else, or with work pending, it is skipped and said so.
   void shutdown(std::chrono::milliseconds bound, bool work_pending) noexcept;
 
  private:
@@ -69,13 +69,14 @@ class MpiRuntime {
 // Throws BootstrapError at once when what is known before MPI is started contradicts torch's rank or world size.
 void check_launcher(int rank, int world_size);
 
-// For a rendezvous without a store, under an MPI launcher or an initialised MPI: starts MPI, returns its world's rank and size.
+// For a rendezvous without a store, under an MPI launcher or an initialised MPI: starts MPI, returns its world's rank
+// and size.
 MpiRuntime& start_from_mpi();
 // Rank 0's text on every rank. Collective over the world.
 std::string broadcast_text(const MpiRuntime& runtime, const std::string& text);
 
-// Whether an MPI launcher has started this very process. Not true for torchrun's workers, though torchrun may itself run under
-// such a launcher and pass its variables on.
+// Whether an MPI launcher has started this very process. Not true for torchrun's workers, though torchrun may itself
+// run under such a launcher and pass its variables on.
 bool launched_by_mpi();
 
 }  // namespace multicomm::bootstrap

@@ -8,13 +8,13 @@
 namespace multicomm::bootstrap {
 
 struct NodeConfig {
-  std::string libpmix;                          // path of the library that libmpi uses: versions must match
-  std::string name;                             // PMIx namespace of the job
-  std::string folder;                           // the server's temporary folder, removed at its end
-  int node = 0;                                 // this server's
-  std::vector<std::string> hosts;               // per node
-  std::vector<std::vector<int>> ranks;          // per node
-  std::vector<int> pids;                        // of this node's ranks, in their order
+  std::string libpmix;                  // path of the library that libmpi uses: versions must match
+  std::string name;                     // PMIx namespace of the job
+  std::string folder;                   // the server's temporary folder, removed at its end
+  int node = 0;                         // this server's
+  std::vector<std::string> hosts;       // per node
+  std::vector<std::vector<int>> ranks;  // per node
+  std::vector<int> pids;                // of this node's ranks, in their order
 
   int world_size() const {
     size_t size = 0;

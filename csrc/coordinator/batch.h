@@ -18,9 +18,9 @@ struct Batch {
 };
 
 struct FusionLimits {
-  bool fuse = true;            // off in deterministic mode
-  uint64_t operation_bytes;    // larger operations run alone, in place
-  uint64_t buffer_bytes;       // a fused buffer holds at most this much
+  bool fuse = true;          // off in deterministic mode
+  uint64_t operation_bytes;  // larger operations run alone, in place
+  uint64_t buffer_bytes;     // a fused buffer holds at most this much
 };
 
 // Plans batches for agreed operations. Uses their descriptors only, never local state, so that all members plan alike.

@@ -13,9 +13,10 @@
 
 namespace multicomm {
 
-// Futures and callbacks are served by one thread, at once; a callback may itself wait for another future (PowerSGD's hook does), so
-// while it does another thread takes its place. Everything else only has to be released, which a waiter does in
-// passing (drain) and the thread does when much has gathered or the engine rests. Holds no engine lock while user code runs.
+// Futures and callbacks are served by one thread, at once; a callback may itself wait for another future (PowerSGD's
+// hook does), so while it does another thread takes its place. Everything else only has to be released, which a waiter
+// does in passing (drain) and the thread does when much has gathered or the engine rests. Holds no engine lock while
+// user code runs.
 class CompletionQueue final : public CompletionSink {
  public:
   CompletionQueue();
@@ -24,8 +25,8 @@ class CompletionQueue final : public CompletionSink {
   void completed(OperationPtr operation) override;
   void drain();  // any thread without a lock or the GIL: finalizes and releases what needs no callback
   void flush();  // wakes the thread for what is left
-  // Called by the coordinator now and then: starts another thread when callbacks wait behind one that does not return. True while
-  // callbacks wait.
+  // Called by the coordinator now and then: starts another thread when callbacks wait behind one that does not return.
+  // True while callbacks wait.
   bool tend();
   void stop();
 
@@ -35,15 +36,15 @@ class CompletionQueue final : public CompletionSink {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<OperationPtr> callbacks_;   // guarded by mutex_
-  std::vector<OperationPtr> releases_;   // guarded by mutex_
-  int64_t release_bytes_ = 0;            // guarded by mutex_
-  bool flush_ = false;                   // guarded by mutex_
-  bool stopping_ = false;                // guarded by mutex_
-  uint64_t served_ = 0;                  // guarded by mutex_
-  uint64_t seen_served_ = 0;             // the coordinator's
+  std::deque<OperationPtr> callbacks_;                   // guarded by mutex_
+  std::vector<OperationPtr> releases_;                   // guarded by mutex_
+  int64_t release_bytes_ = 0;                            // guarded by mutex_
+  bool flush_ = false;                                   // guarded by mutex_
+  bool stopping_ = false;                                // guarded by mutex_
+  uint64_t served_ = 0;                                  // guarded by mutex_
+  uint64_t seen_served_ = 0;                             // the coordinator's
   std::chrono::steady_clock::time_point stuck_since_{};  // the coordinator's
-  std::vector<std::thread> threads_;     // guarded by mutex_
+  std::vector<std::thread> threads_;                     // guarded by mutex_
   std::atomic<bool> nonempty_{false};
   std::atomic<bool> callbacks_waiting_{false};
 };

@@ -1,5 +1,5 @@
-// The engine: all groups of one process as one state machine. It has no thread, no clock and no transport of its own; Driver
-// runs it in production, the simulation runs many of them in one thread.
+// The engine: all groups of one process as one state machine. It has no thread, no clock and no transport of its own;
+// Driver runs it in production, the simulation runs many of them in one thread.
 #pragma once
 
 #include <atomic>
@@ -15,8 +15,8 @@
 
 namespace multicomm {
 
-// Takes over operations that are done, with the engine's reference to them: the driver never releases a tensor and never
-// runs a callback.
+// Takes over operations that are done, with the engine's reference to them: the driver never releases a tensor and
+// never runs a callback.
 class CompletionSink {
  public:
   virtual void completed(OperationPtr operation) = 0;
@@ -50,8 +50,8 @@ class Coordinator {
   OverlapGuard& memory() { return memory_; }
   void wait_for_memory(GroupState& group);  // made ready when some operation lets its memory go
   void make_ready(GroupState& group);
-  // Publishes the result and passes the operation on. `operation` may already be done (given up): then only its memory is
-  // let go.
+  // Publishes the result and passes the operation on. `operation` may already be done (given up): then only its memory
+  // is let go.
   void settle(OperationPtr operation, ErrorPtr error, bool entered);
   // Publishes the error while the engine still needs the operation's tensors.
   void abandon(const OperationPtr& operation, ErrorPtr error);

@@ -27,9 +27,8 @@ struct Descriptor {
   uint64_t checksum = 0;
 
   bool agrees_with(const Descriptor& other) const {
-    return kind == other.kind && dtype == other.dtype && reduce_op == other.reduce_op &&
-           device == other.device && root == other.root && count == other.count &&
-           equal_hash == other.equal_hash;
+    return kind == other.kind && dtype == other.dtype && reduce_op == other.reduce_op && device == other.device &&
+           root == other.root && count == other.count && equal_hash == other.equal_hash;
   }
 };
 static_assert(std::is_trivially_copyable_v<Descriptor> && sizeof(Descriptor) == 32);

@@ -10,9 +10,9 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr std::chrono::microseconds kLookIn = 20ms;      // sleeping coordinator: how often MPI gets its progress
-constexpr auto kGrace = 1ms;        // idle time before the coordinator sleeps
-constexpr auto kPatience = 2ms;     // fruitless polling before the pauses begin
+constexpr std::chrono::microseconds kLookIn = 20ms;  // sleeping coordinator: how often MPI gets its progress
+constexpr auto kGrace = 1ms;                         // idle time before the coordinator sleeps
+constexpr auto kPatience = 2ms;                      // fruitless polling before the pauses begin
 constexpr std::chrono::microseconds kShortestPause = 20us;
 constexpr std::chrono::microseconds kLongestPause = 1ms;
 
@@ -40,7 +40,10 @@ void Driver::Backoff::wait() {
 }
 
 Driver::Driver(Coordinator& coordinator, CompletionQueue& completions, bool oversubscribed)
-    : coordinator_(coordinator), completions_(completions), oversubscribed_(oversubscribed), thread_([this] { run(); }) {
+    : coordinator_(coordinator),
+      completions_(completions),
+      oversubscribed_(oversubscribed),
+      thread_([this] { run(); }) {
   pthread_setname_np(thread_.native_handle(), "mc-coordinator");
 }
 
@@ -92,7 +95,8 @@ void Driver::run() {
     asleep_.store(true);
     // Something may have come between the look and the flag; without this second look it would wait for kLookIn.
     if (waiters_.load() > 0 || !coordinator_.active()) {
-      sleep_changed_.wait_for(lock, callbacks_wait ? kLongestPause : kLookIn, [this] { return !asleep_.load() || stopping_.load(); });
+      sleep_changed_.wait_for(lock, callbacks_wait ? kLongestPause : kLookIn,
+                              [this] { return !asleep_.load() || stopping_.load(); });
     }
     asleep_.store(false);
     lock.unlock();

@@ -13,8 +13,8 @@
 
 namespace multicomm {
 
-// One driver at a time holds the drive lock. A waiting caller drives, so that a synchronous operation needs no switch of
-// threads; the coordinator thread drives when nobody waits. With nothing active the thread sleeps and looks in every
+// One driver at a time holds the drive lock. A waiting caller drives, so that a synchronous operation needs no switch
+// of threads; the coordinator thread drives when nobody waits. With nothing active the thread sleeps and looks in every
 // kLookIn, so that MPI finishes its acknowledgements and peers are answered.
 class Driver {
  public:
@@ -25,8 +25,8 @@ class Driver {
   Driver(const Driver&) = delete;
   Driver& operator=(const Driver&) = delete;
 
-  // Waits until `ready()`, driving. False when `deadline` passes first: only the caller gives up. Called without the GIL and
-  // without any lock of ours. `check` is called now and then and may throw.
+  // Waits until `ready()`, driving. False when `deadline` passes first: only the caller gives up. Called without the
+  // GIL and without any lock of ours. `check` is called now and then and may throw.
   template <typename Ready>
   bool wait_until(Ready ready, Clock::time_point deadline, const std::function<void()>& check = {});
   // Tells the thread that something was submitted for which no caller is about to wait.
@@ -51,8 +51,8 @@ class Driver {
     std::chrono::microseconds pause_{0};
     Clock::time_point since_;
   };
-  // Counts a waiting caller; the last one to leave with work outstanding wakes the thread, since progress must not stop with
-  // the waiter that made it: whoever waits for another operation (a future, a peer) would hang.
+  // Counts a waiting caller; the last one to leave with work outstanding wakes the thread, since progress must not stop
+  // with the waiter that made it: whoever waits for another operation (a future, a peer) would hang.
   class Waiting {
    public:
     explicit Waiting(Driver& driver) : driver_(driver) { driver_.waiters_.fetch_add(1); }

@@ -67,20 +67,23 @@ ErrorPtr disagreement_error(const GroupInfo& info, uint64_t sequence, const std:
 }
 
 ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank) {
-  return make_error(ErrorKind::kAborted,
-                    prefix(info) + "rank " + std::to_string(global_rank) +
-                        " gave this group up (a time-out or an abort; its own error says which). The group cannot be used "
-                        "further: destroy it and make a new one.");
+  return make_error(
+      ErrorKind::kAborted,
+      prefix(info) + "rank " + std::to_string(global_rank) +
+          " gave this group up (a time-out or an abort; its own error says which). The group cannot be used "
+          "further: destroy it and make a new one.");
 }
 
 ErrorPtr peer_left_error(const GroupInfo& info, int global_rank) {
-  return make_error(ErrorKind::kUsage, prefix(info) + "rank " + std::to_string(global_rank) +
-                                           " has destroyed this group, so no further operation can complete on it. Let every "
-                                           "rank finish its operations before it calls destroy_process_group.");
+  return make_error(ErrorKind::kUsage,
+                    prefix(info) + "rank " + std::to_string(global_rank) +
+                        " has destroyed this group, so no further operation can complete on it. Let every "
+                        "rank finish its operations before it calls destroy_process_group.");
 }
 
 ErrorPtr closed_error(const GroupInfo& info) {
-  return make_error(ErrorKind::kAborted, prefix(info) + "this rank has destroyed or aborted the group; make a new one.");
+  return make_error(ErrorKind::kAborted,
+                    prefix(info) + "this rank has destroyed or aborted the group; make a new one.");
 }
 
 ErrorPtr aborted_error(const GroupInfo& info, const std::string& reason) {

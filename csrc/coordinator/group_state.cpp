@@ -11,8 +11,7 @@
 
 namespace multicomm {
 
-GroupState::GroupState(Coordinator& coordinator, GroupInfo info)
-    : coordinator_(coordinator), info_(std::move(info)) {
+GroupState::GroupState(Coordinator& coordinator, GroupInfo info) : coordinator_(coordinator), info_(std::move(info)) {
   round_done_.group = this;
   table_done_.group = this;
 }
@@ -272,8 +271,8 @@ void GroupState::close() {
   coordinator_.close(*this);
 }
 
-// Fails what no round in flight has offered; what has been offered is given up but keeps its tensors, since peers may still
-// count on this rank's input.
+// Fails what no round in flight has offered; what has been offered is given up but keeps its tensors, since peers may
+// still count on this rank's input.
 void GroupState::fail_pending(const ErrorPtr& error) {
   const size_t kept = round_active_ ? std::min<size_t>(mine_.offered, pending_.size()) : 0;
   for (size_t i = 0; i < kept; ++i) abandon(pending_[i], error);

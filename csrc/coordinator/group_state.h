@@ -58,11 +58,11 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   // --- driver ---
   void connect(std::shared_ptr<Channel> channel);
   void not_made(ErrorPtr error);  // the channel will never come
-  void advance();  // takes submissions, posts point-to-point, starts a round if one is due
+  void advance();                 // takes submissions, posts point-to-point, starts a round if one is due
   void leave();
   bool leaving() const { return leaving_; }
-  // Gives the group up: everything unfinished fails with `error`, and so does what comes later. Peers that still count on
-  // offered operations get their real input.
+  // Gives the group up: everything unfinished fails with `error`, and so does what comes later. Peers that still count
+  // on offered operations get their real input.
   void give_up(ErrorPtr error);
   void check_deadlines(Operation::Clock::time_point now);
   void point_to_point_done(const OperationPtr& operation, ErrorPtr error) override;
@@ -107,9 +107,9 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   const GroupInfo info_;
 
   mutable std::mutex queue_mutex_;
-  std::vector<OperationPtr> queue_;   // guarded by queue_mutex_
-  ErrorPtr failure_;                  // guarded by queue_mutex_
-  GroupStatistics statistics_;        // guarded by queue_mutex_
+  std::vector<OperationPtr> queue_;  // guarded by queue_mutex_
+  ErrorPtr failure_;                 // guarded by queue_mutex_
+  GroupStatistics statistics_;       // guarded by queue_mutex_
   std::atomic<uint64_t> next_sequence_{0};
   uint64_t next_message_ = 0;  // guarded by queue_mutex_; numbers point-to-point operations apart
   std::atomic<bool> closed_{false};
@@ -117,16 +117,16 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
 
   // Driver.
   std::shared_ptr<Channel> channel_;
-  std::deque<OperationPtr> pending_;            // collectives that no finished round has covered, in order
-  std::deque<OperationPtr> messages_;           // point-to-point operations not yet posted
-  std::vector<OperationPtr> posted_messages_;   // in the data plane's hands
+  std::deque<OperationPtr> pending_;           // collectives that no finished round has covered, in order
+  std::deque<OperationPtr> messages_;          // point-to-point operations not yet posted
+  std::vector<OperationPtr> posted_messages_;  // in the data plane's hands
   std::list<BatchInFlight> batches_;
-  std::vector<OperationPtr> taken_;             // reused by take_submissions
+  std::vector<OperationPtr> taken_;  // reused by take_submissions
   uint64_t next_batch_ = 0;
-  bool round_active_ = false;   // a round or its table is in flight
+  bool round_active_ = false;  // a round or its table is in flight
   bool leaving_ = false;
   bool creation_failed_ = false;
-  bool broken_ = false;         // the transport failed: nothing more is started
+  bool broken_ = false;            // the transport failed: nothing more is started
   bool announce_failure_ = false;  // peers have not been told yet that this rank gave the group up
   bool waits_for_memory_ = false;
   Record mine_;

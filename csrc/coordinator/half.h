@@ -30,9 +30,7 @@ inline uint16_t float_to_half_bits(float f) {
   return sign | static_cast<uint16_t>((rest - 0x38000000u + 0x0fffu + odd) >> 13);
 }
 
-inline float bfloat_bits_to_float(uint16_t b) {
-  return std::bit_cast<float>(static_cast<uint32_t>(b) << 16);
-}
+inline float bfloat_bits_to_float(uint16_t b) { return std::bit_cast<float>(static_cast<uint32_t>(b) << 16); }
 
 inline uint16_t float_to_bfloat_bits(float f) {
   const uint32_t bits = std::bit_cast<uint32_t>(f);

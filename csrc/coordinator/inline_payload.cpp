@@ -89,8 +89,7 @@ void unpack_inline(Operation& operation, int rank, int group_size, std::byte* pa
   }
   for (const Segment& s : operation.outputs) {
     if (is_reduction(d.kind)) {
-      if (d.reduce_op == ReduceOp::kAvg)
-        finish_average(accumulation_type(d.dtype), payload, s.count, group_size);
+      if (d.reduce_op == ReduceOp::kAvg) finish_average(accumulation_type(d.dtype), payload, s.count, group_size);
       narrow(d.dtype, s.data, payload, s.count);
     } else {
       copy_out(s, payload, element);

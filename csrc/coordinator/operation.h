@@ -49,18 +49,19 @@ class Operation {
 
   // Readable form for error texts, such as "all_reduce(SUM) of float32 [3, 4]".
   virtual std::string describe() const = 0;
-  // Driver: makes `inputs` and `outputs` readable and writable (stages what is not contiguous). Called once, after every
-  // operation on overlapping memory is done.
+  // Driver: makes `inputs` and `outputs` readable and writable (stages what is not contiguous). Called once, after
+  // every operation on overlapping memory is done.
   virtual void prepare() {}
   // Driver: copies staged outputs back. Not called for a failed operation: no output is touched.
   virtual void finish() {}
-  // Completes futures, runs callbacks, lets go of the tensors. Runs once, on the completion thread or in a waiter, with no
-  // lock held.
+  // Completes futures, runs callbacks, lets go of the tensors. Runs once, on the completion thread or in a waiter, with
+  // no lock held.
   virtual void finalize() {}
 
   Descriptor descriptor;
-  // all_reduce: the tensor in both. broadcast, scatter: inputs on the root only; reduce, gather: outputs on the root only.
-  // all_gather, gather: one output per rank; reduce_scatter, scatter: one input per rank; all_to_all: one of each per rank.
+  // all_reduce: the tensor in both. broadcast, scatter: inputs on the root only; reduce, gather: outputs on the root
+  // only. all_gather, gather: one output per rank; reduce_scatter, scatter: one input per rank; all_to_all: one of each
+  // per rank.
   std::vector<Segment> inputs;
   std::vector<Segment> outputs;
   std::vector<MemoryRange> ranges;

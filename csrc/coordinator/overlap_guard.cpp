@@ -4,8 +4,7 @@
 
 namespace multicomm {
 
-bool OverlapGuard::overlaps(const Ranges& ranges, uintptr_t longest, const MemoryRange& range,
-                            bool collectives_only) {
+bool OverlapGuard::overlaps(const Ranges& ranges, uintptr_t longest, const MemoryRange& range, bool collectives_only) {
   const uintptr_t from = range.begin > longest ? range.begin - longest : 0;
   for (auto it = ranges.lower_bound(from); it != ranges.end() && it->first < range.end; ++it) {
     if (it->second.end <= range.begin) continue;

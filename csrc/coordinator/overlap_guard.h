@@ -8,9 +8,8 @@
 
 namespace multicomm {
 
-// The memory of all unfinished operations of the process. c10d's callers expect that all_reduce(x) twice means twice, as
-// on a stream; so an operation is offered only when no unfinished one overlaps what it touches.
-// Owned by the driver.
+// The memory of all unfinished operations of the process. c10d's callers expect that all_reduce(x) twice means twice,
+// as on a stream; so an operation is offered only when no unfinished one overlaps what it touches. Owned by the driver.
 class OverlapGuard {
  public:
   // Registers the operation, or returns false (and registers nothing) while something unfinished is in the way.

@@ -18,9 +18,9 @@ inline constexpr uint32_t kNobody = UINT32_MAX;
 // read the same result. Kept below 4 KiB, which shared-memory transports send as one eager fragment.
 struct Record {
   uint32_t group_size = 0;
-  uint32_t offered = 0;   // minimum: operations that every member has submitted, at most kMaxDescriptors
-  uint32_t agreed = 0;    // length of the prefix on which the descriptors agree; <= offered
-  uint32_t leaving = 0;   // sum: members that have destroyed the group
+  uint32_t offered = 0;               // minimum: operations that every member has submitted, at most kMaxDescriptors
+  uint32_t agreed = 0;                // length of the prefix on which the descriptors agree; <= offered
+  uint32_t leaving = 0;               // sum: members that have destroyed the group
   uint32_t lowest_leaving = kNobody;  // minimum over ranks
   uint32_t lowest_failed = kNobody;   // minimum: a member that gave the group up (time-out, abort)
   uint32_t reserved[2] = {};

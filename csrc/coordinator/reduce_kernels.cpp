@@ -88,13 +88,13 @@ void reduce_typed(ReduceOp op, void* dst, const void* src, int64_t count) {
 
 void reduce_bool(ReduceOp op, void* dst, const void* src, int64_t count) {
   if (op == ReduceOp::kBitXor)
-    return apply<uint8_t>(dst, src, count, [](uint8_t a, uint8_t b) { return static_cast<uint8_t>((a != 0) != (b != 0)); });
+    return apply<uint8_t>(dst, src, count,
+                          [](uint8_t a, uint8_t b) { return static_cast<uint8_t>((a != 0) != (b != 0)); });
   const bool any = op == ReduceOp::kSum || op == ReduceOp::kMax || op == ReduceOp::kBitOr;
   if (any) {
     apply<uint8_t>(dst, src, count, [](uint8_t a, uint8_t b) { return static_cast<uint8_t>((a | b) != 0); });
   } else {
-    apply<uint8_t>(dst, src, count,
-                   [](uint8_t a, uint8_t b) { return static_cast<uint8_t>(a != 0 && b != 0); });
+    apply<uint8_t>(dst, src, count, [](uint8_t a, uint8_t b) { return static_cast<uint8_t>(a != 0 && b != 0); });
   }
 }
 
@@ -103,8 +103,7 @@ void average_typed(void* data, int64_t count, int ranks) {
   T* d = static_cast<T*>(data);
   if constexpr (std::is_integral_v<T>) {
     using Wide = std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>;
-    for (int64_t i = 0; i < count; ++i)
-      d[i] = static_cast<T>(static_cast<Wide>(d[i]) / static_cast<Wide>(ranks));
+    for (int64_t i = 0; i < count; ++i) d[i] = static_cast<T>(static_cast<Wide>(d[i]) / static_cast<Wide>(ranks));
   } else {
     using Real = decltype(std::real(T{}));
     for (int64_t i = 0; i < count; ++i) d[i] = d[i] / static_cast<Real>(ranks);
@@ -156,9 +155,7 @@ bool can_reduce(DType dtype, ReduceOp op) {
 
 void reduce_into(DType dtype, ReduceOp op, void* dst, const void* src, int64_t count) {
   if (dtype == DType::kBool) return reduce_bool(op, dst, src, count);
-  with_type(dtype, [&](auto* type) {
-    reduce_typed<std::remove_pointer_t<decltype(type)>>(op, dst, src, count);
-  });
+  with_type(dtype, [&](auto* type) { reduce_typed<std::remove_pointer_t<decltype(type)>>(op, dst, src, count); });
 }
 
 void widen(DType dtype, void* dst, const void* src, int64_t count) {
@@ -182,9 +179,7 @@ void narrow(DType dtype, void* dst, const void* src, int64_t count) {
 }
 
 void finish_average(DType dtype, void* data, int64_t count, int ranks) {
-  with_type(dtype, [&](auto* type) {
-    average_typed<std::remove_pointer_t<decltype(type)>>(data, count, ranks);
-  });
+  with_type(dtype, [&](auto* type) { average_typed<std::remove_pointer_t<decltype(type)>>(data, count, ranks); });
 }
 
 }  // namespace multicomm

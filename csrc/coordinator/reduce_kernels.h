@@ -8,7 +8,8 @@
 
 namespace multicomm {
 
-// Whether `op` has a meaning for `dtype` here. Mirrored by the argument checks, so that a refusal is raised at the call.
+// Whether `op` has a meaning for `dtype` here. Mirrored by the argument checks, so that a refusal is raised at the
+// call.
 bool can_reduce(DType dtype, ReduceOp op);
 
 // dst[i] = dst[i] op src[i]. Symmetric bit for bit (MPI may swap operands on some ranks, and all ranks must hold

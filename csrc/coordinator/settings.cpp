@@ -72,7 +72,8 @@ const Known kKnown[] = {
 
 std::string Settings::shared_text() const {
   std::ostringstream text;
-  text << "protocol=" << kProtocolVersion << " record=" << sizeof(Record) << " MULTICOMM_FUSION_BYTES=" << fusion_buffer_bytes
+  text << "protocol=" << kProtocolVersion << " record=" << sizeof(Record)
+       << " MULTICOMM_FUSION_BYTES=" << fusion_buffer_bytes
        << " MULTICOMM_FUSION_OPERATION_BYTES=" << fusion_operation_bytes
        << " MULTICOMM_DETERMINISTIC=" << (deterministic ? 1 : 0);
   return text.str();
@@ -97,7 +98,8 @@ Settings read_settings(char** environment) {
     try {
       found->parse(settings, text.substr(equals + 1));
     } catch (const std::invalid_argument& error) {
-      throw std::invalid_argument("multicomm: " + std::string(name) + ": " + error.what() + " (" + found->meaning + ")");
+      throw std::invalid_argument("multicomm: " + std::string(name) + ": " + error.what() + " (" + found->meaning +
+                                  ")");
     }
   }
   return settings;

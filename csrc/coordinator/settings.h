@@ -19,8 +19,8 @@ struct Settings {
   std::string shared_text() const;
 };
 
-// Reads the environment. Throws std::invalid_argument that names an unknown MULTICOMM_* variable or a malformed value, and
-// lists the known ones.
+// Reads the environment. Throws std::invalid_argument that names an unknown MULTICOMM_* variable or a malformed value,
+// and lists the known ones.
 Settings read_settings(char** environment);
 
 struct SettingDescription {

@@ -57,9 +57,7 @@ size_t size_of(DType dtype);
 DType accumulation_type(DType dtype);
 
 // Point-to-point operations are matched by (peer, tag), never by rounds.
-constexpr bool is_point_to_point(OpKind kind) {
-  return kind == OpKind::kSend || kind == OpKind::kRecv;
-}
+constexpr bool is_point_to_point(OpKind kind) { return kind == OpKind::kSend || kind == OpKind::kRecv; }
 
 // Operations that combine elements arithmetically; the others move bytes.
 constexpr bool is_reduction(OpKind kind) {

@@ -25,8 +25,8 @@ void check_dense_cpu(const char* operation, const at::Tensor& tensor) {
 }
 
 void check_root(const char* operation, int64_t root, int size) {
-  TORCH_CHECK_VALUE(root >= 0 && root < size, "multicomm: ", operation, ": rank ", root, " is not in the group of ", size,
-                    " ranks");
+  TORCH_CHECK_VALUE(root >= 0 && root < size, "multicomm: ", operation, ": rank ", root, " is not in the group of ",
+                    size, " ranks");
 }
 
 void check_same_dtype(const char* operation, const at::Tensor& a, const at::Tensor& b) {

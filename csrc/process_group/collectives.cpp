@@ -48,8 +48,8 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_reduce
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   const at::Tensor& tensor = single_tensor("all_reduce", tensors);
-  return submit({OpType::ALLREDUCE, "multicomm:all_reduce", opts.timeout, opts.asyncOp}, make_all_reduce(tensor, opts.reduceOp),
-                tensors, tensors);
+  return submit({OpType::ALLREDUCE, "multicomm:all_reduce", opts.timeout, opts.asyncOp},
+                make_all_reduce(tensor, opts.reduceOp), tensors, tensors);
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allreduce_coalesced(Tensors& tensors,
@@ -64,7 +64,8 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allreduce_coalesced(Tensor
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) {
-  C10_THROW_ERROR(NotImplementedError, "multicomm: all_reduce of sparse tensors is not supported; convert with to_dense()");
+  C10_THROW_ERROR(NotImplementedError,
+                  "multicomm: all_reduce of sparse tensors is not supported; convert with to_dense()");
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
@@ -81,8 +82,8 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::broadcast(Tensors& tensors
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   const at::Tensor& tensor = single_tensor("reduce", tensors);
   check_root("reduce", opts.rootRank, size_);
-  auto operation = make(OpKind::kReduce, to_reduce_op("reduce", opts.reduceOp, tensor.scalar_type()), tensor.scalar_type(),
-                        opts.rootRank);
+  auto operation = make(OpKind::kReduce, to_reduce_op("reduce", opts.reduceOp, tensor.scalar_type()),
+                        tensor.scalar_type(), opts.rootRank);
   operation->descriptor.count = static_cast<uint64_t>(tensor.numel());
   mix_sizes(*operation, tensor.sizes());
   if (opts.rootRank == rank_) operation->add_in_place(tensor);
@@ -93,8 +94,9 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::reduce(Tensors& tensors, c
 ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_gather(const Tensors& outputs,
                                                                                  const at::Tensor& input) const {
   check_list("all_gather", "output", outputs, size_, input.scalar_type());
-  TORCH_CHECK_VALUE(outputs[static_cast<size_t>(rank_)].numel() == input.numel(), "multicomm: all_gather: this rank's input has ",
-                    input.numel(), " elements, its place in the output list ", outputs[static_cast<size_t>(rank_)].numel());
+  TORCH_CHECK_VALUE(outputs[static_cast<size_t>(rank_)].numel() == input.numel(),
+                    "multicomm: all_gather: this rank's input has ", input.numel(),
+                    " elements, its place in the output list ", outputs[static_cast<size_t>(rank_)].numel());
   auto operation = make(OpKind::kAllGather, ReduceOp::kNone, input.scalar_type());
   operation->add_input(input);
   for (const at::Tensor& output : outputs) operation->add_output(output);
@@ -108,8 +110,8 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allgather(TensorLists& out
                                                                 const c10d::AllgatherOptions& opts) {
   const at::Tensor& input = single_tensor("all_gather", inputs);
   TORCH_CHECK_VALUE(outputs.size() == 1, "multicomm: all_gather takes one output list per call, not ", outputs.size());
-  return submit({OpType::ALLGATHER, "multicomm:all_gather", opts.timeout, opts.asyncOp}, make_all_gather(outputs.front(), input),
-                inputs, outputs.front());
+  return submit({OpType::ALLGATHER, "multicomm:all_gather", opts.timeout, opts.asyncOp},
+                make_all_gather(outputs.front(), input), inputs, outputs.front());
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
@@ -123,8 +125,8 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allgather_coalesced(Tensor
     check_dense_cpu("all_gather_coalesced", inputs[i]);
     Tensors pieces;
     for (const Tensors& list : outputs) {
-      TORCH_CHECK_VALUE(list.size() == inputs.size(), "multicomm: all_gather_coalesced: an output list has ", list.size(),
-                        " tensors for ", inputs.size(), " inputs");
+      TORCH_CHECK_VALUE(list.size() == inputs.size(), "multicomm: all_gather_coalesced: an output list has ",
+                        list.size(), " tensors for ", inputs.size(), " inputs");
       pieces.push_back(list[i]);
     }
     operations.push_back(make_all_gather(pieces, inputs[i]));
@@ -139,8 +141,8 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_gather
   check_dense_cpu("all_gather_into_tensor", output);
   check_dense_cpu("all_gather_into_tensor", input);
   check_same_dtype("all_gather_into_tensor", output, input);
-  TORCH_CHECK_VALUE(output.numel() == input.numel() * size_, "multicomm: all_gather_into_tensor: the output has ", output.numel(),
-                    " elements, ", size_, " inputs of ", input.numel(), " elements do not fill it");
+  TORCH_CHECK_VALUE(output.numel() == input.numel() * size_, "multicomm: all_gather_into_tensor: the output has ",
+                    output.numel(), " elements, ", size_, " inputs of ", input.numel(), " elements do not fill it");
   auto operation = make(OpKind::kAllGather, ReduceOp::kNone, input.scalar_type());
   operation->descriptor.count = static_cast<uint64_t>(input.numel());
   operation->add_input(input);
@@ -155,8 +157,8 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::_allgather_base(at::Tensor
                 make_all_gather_into(output, input), {input}, {output});
 }
 
-ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                                                      const c10d::AllgatherOptions& opts) {
+ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "multicomm: all_gather_into_tensor_coalesced: ", outputs.size(),
                     " outputs for ", inputs.size(), " inputs");
   std::vector<TensorOperationPtr> operations;
@@ -169,9 +171,11 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_reduce_sca
                                                                                      const Tensors& inputs,
                                                                                      const c10d::ReduceOp& op) const {
   check_list("reduce_scatter", "input", inputs, size_, output.scalar_type());
-  TORCH_CHECK_VALUE(inputs[static_cast<size_t>(rank_)].numel() == output.numel(), "multicomm: reduce_scatter: this rank's output has ",
-                    output.numel(), " elements, its place in the input list ", inputs[static_cast<size_t>(rank_)].numel());
-  auto operation = make(OpKind::kReduceScatter, to_reduce_op("reduce_scatter", op, output.scalar_type()), output.scalar_type());
+  TORCH_CHECK_VALUE(inputs[static_cast<size_t>(rank_)].numel() == output.numel(),
+                    "multicomm: reduce_scatter: this rank's output has ", output.numel(),
+                    " elements, its place in the input list ", inputs[static_cast<size_t>(rank_)].numel());
+  auto operation =
+      make(OpKind::kReduceScatter, to_reduce_op("reduce_scatter", op, output.scalar_type()), output.scalar_type());
   for (const at::Tensor& input : inputs) operation->add_input(input);
   operation->add_output(output);
   operation->descriptor.count = static_cast<uint64_t>(output.numel());
@@ -188,14 +192,13 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::reduce_scatter(Tensors& ou
                 make_reduce_scatter(output, inputs.front(), opts.reduceOp), inputs.front(), outputs);
 }
 
-ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_reduce_scatter_from(const at::Tensor& output,
-                                                                                          const at::Tensor& input,
-                                                                                          const c10d::ReduceOp& op) const {
+ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_reduce_scatter_from(
+    const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) const {
   check_dense_cpu("reduce_scatter_tensor", output);
   check_dense_cpu("reduce_scatter_tensor", input);
   check_same_dtype("reduce_scatter_tensor", output, input);
-  TORCH_CHECK_VALUE(input.numel() == output.numel() * size_, "multicomm: reduce_scatter_tensor: the input has ", input.numel(),
-                    " elements, ", size_, " outputs of ", output.numel(), " elements need as many");
+  TORCH_CHECK_VALUE(input.numel() == output.numel() * size_, "multicomm: reduce_scatter_tensor: the input has ",
+                    input.numel(), " elements, ", size_, " outputs of ", output.numel(), " elements need as many");
   auto operation = make(OpKind::kReduceScatter, to_reduce_op("reduce_scatter_tensor", op, output.scalar_type()),
                         output.scalar_type());
   operation->descriptor.count = static_cast<uint64_t>(output.numel());
@@ -223,8 +226,8 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::reduce_scatter_tensor_coal
                 std::move(operations), inputs, outputs);
 }
 
-// What rank a sends to b must be what b expects from a: each pair adds its hash on one side and takes it away on the other, so
-// the sum over all ranks is 0 exactly when everything fits.
+// What rank a sends to b must be what b expects from a: each pair adds its hash on one side and takes it away on the
+// other, so the sum over all ranks is 0 exactly when everything fits.
 ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::finish_all_to_all(TensorOperationPtr operation) const {
   for (int peer = 0; peer < size_; ++peer) {
     const auto at = static_cast<size_t>(peer);
@@ -257,8 +260,8 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::alltoall(Tensors& outputs,
   auto operation = make(OpKind::kAllToAll, ReduceOp::kNone, dtype);
   for (const at::Tensor& tensor : inputs) operation->add_input(tensor);
   for (const at::Tensor& tensor : outputs) operation->add_output(tensor);
-  return submit({OpType::ALLTOALL, "multicomm:all_to_all", opts.timeout, opts.asyncOp}, finish_all_to_all(std::move(operation)),
-                inputs, outputs);
+  return submit({OpType::ALLTOALL, "multicomm:all_to_all", opts.timeout, opts.asyncOp},
+                finish_all_to_all(std::move(operation)), inputs, outputs);
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::gather(TensorLists& outputs, Tensors& inputs,
@@ -283,7 +286,8 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::gather(TensorLists& output
     TORCH_CHECK_VALUE(outputs.empty() || outputs.front().empty(),
                       "multicomm: gather: only the destination rank has an output list");
   }
-  return submit({OpType::GATHER, "multicomm:gather", opts.timeout, opts.asyncOp}, operation, inputs, std::move(results));
+  return submit({OpType::GATHER, "multicomm:gather", opts.timeout, opts.asyncOp}, operation, inputs,
+                std::move(results));
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::scatter(Tensors& outputs, TensorLists& inputs,
@@ -302,7 +306,8 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::scatter(Tensors& outputs, 
       operation->add_input(input);
     }
   } else {
-    TORCH_CHECK_VALUE(inputs.empty() || inputs.front().empty(), "multicomm: scatter: only the source rank has an input list");
+    TORCH_CHECK_VALUE(inputs.empty() || inputs.front().empty(),
+                      "multicomm: scatter: only the source rank has an input list");
   }
   operation->add_output(output);
   return submit({OpType::SCATTER, "multicomm:scatter", opts.timeout, opts.asyncOp}, operation, outputs, outputs);

@@ -12,7 +12,8 @@ constexpr std::chrono::seconds kLeaveBound{3};
 
 }  // namespace
 
-ProcessGroupMulticomm::ProcessGroupMulticomm(const GroupDescription& d, const c10::intrusive_ptr<MulticommOptions>& options)
+ProcessGroupMulticomm::ProcessGroupMulticomm(const GroupDescription& d,
+                                             const c10::intrusive_ptr<MulticommOptions>& options)
     : Backend(d.rank, d.size), options_(options) {
   bootstrap::check_launcher(d.world_rank, d.world_size);
   GroupInfo info;
@@ -41,7 +42,8 @@ ProcessGroupMulticomm::~ProcessGroupMulticomm() {
 
 int ProcessGroupMulticomm::global_rank(int64_t rank) const {
   const auto& ranks = group_->info().ranks;
-  return rank >= 0 && rank < static_cast<int64_t>(ranks.size()) ? ranks[static_cast<size_t>(rank)] : static_cast<int>(rank);
+  return rank >= 0 && rank < static_cast<int64_t>(ranks.size()) ? ranks[static_cast<size_t>(rank)]
+                                                                : static_cast<int>(rank);
 }
 
 void ProcessGroupMulticomm::setTimeout(std::chrono::milliseconds timeout) { options_->timeout = timeout; }
@@ -83,7 +85,8 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::endCoalescing() {
                 std::move(outputs));
 }
 
-ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::submit(const Call& call, std::vector<TensorOperationPtr> operations,
+ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::submit(const Call& call,
+                                                             std::vector<TensorOperationPtr> operations,
                                                              const Tensors& inputs, Tensors outputs) {
   {
     const std::lock_guard lock(mutex_);
@@ -98,7 +101,8 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::submit(const Call& call, s
   const auto timeout = call.timeout == c10d::kUnsetTimeout ? options_->timeout : call.timeout;
   const auto deadline = Operation::Clock::now() + timeout;
   for (const auto& operation : operations) operation->deadline = deadline;
-  auto work = c10::make_intrusive<MulticommWork>(rank_, call.type, call.title, inputs, std::move(operations), std::move(outputs));
+  auto work = c10::make_intrusive<MulticommWork>(rank_, call.type, call.title, inputs, std::move(operations),
+                                                 std::move(outputs));
   for (const auto& operation : work->operations()) runtime.coordinator().submit(group_, operation);
   // A synchronous caller waits right away and drives by itself: waking the thread would only take its core.
   if (call.async) runtime.driver().wake();

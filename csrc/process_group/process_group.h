@@ -1,11 +1,10 @@
 // The c10d face: checks arguments, turns a call into operations, hands them to the coordinator. No MPI here.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <memory>
 #include <mutex>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "process_group/runtime.h"
@@ -14,14 +13,15 @@
 namespace multicomm {
 
 struct MulticommOptions final : c10d::Backend::Options {
-  explicit MulticommOptions(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : Options("multicomm", timeout) {}
+  explicit MulticommOptions(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
+      : Options("multicomm", timeout) {}
   MulticommOptions(const MulticommOptions&) = default;
 };
 
 // What the creator knows of the group and of the default world.
 struct GroupDescription {
   c10::intrusive_ptr<c10d::Store> store;
-  int rank;                       // in group order
+  int rank;  // in group order
   int size;
   std::vector<int> global_ranks;  // in group order
   int world_rank;
@@ -60,7 +60,8 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
   WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) override;
   WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& opts) override;
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override;
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -90,7 +91,8 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   TensorOperationPtr make_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
   TensorOperationPtr make_all_gather(const Tensors& outputs, const at::Tensor& input) const;
   TensorOperationPtr make_all_gather_into(const at::Tensor& output, const at::Tensor& input) const;
-  TensorOperationPtr make_reduce_scatter(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op) const;
+  TensorOperationPtr make_reduce_scatter(const at::Tensor& output, const Tensors& inputs,
+                                         const c10d::ReduceOp& op) const;
   TensorOperationPtr make_reduce_scatter_from(const at::Tensor& output, const at::Tensor& input,
                                               const c10d::ReduceOp& op) const;
   TensorOperationPtr finish_all_to_all(TensorOperationPtr operation) const;
@@ -104,10 +106,10 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   const c10::intrusive_ptr<MulticommOptions> options_;
   GroupPtr group_;
   std::mutex mutex_;
-  bool shut_down_ = false;                        // guarded by mutex_
-  bool coalescing_ = false;                       // guarded by mutex_
-  std::vector<TensorOperationPtr> coalesced_;     // guarded by mutex_
-  Tensors coalesced_outputs_;                     // guarded by mutex_
+  bool shut_down_ = false;                     // guarded by mutex_
+  bool coalescing_ = false;                    // guarded by mutex_
+  std::vector<TensorOperationPtr> coalesced_;  // guarded by mutex_
+  Tensors coalesced_outputs_;                  // guarded by mutex_
 };
 
 }  // namespace multicomm

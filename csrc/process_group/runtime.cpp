@@ -53,7 +53,8 @@ Runtime* Runtime::if_made() { return runtime.load(); }
 void Runtime::check_process() const {
   if (getpid() != pid_) {
     throw std::runtime_error(
-        "multicomm: this process was forked from one that uses multicomm; MPI and its threads do not survive a fork. Start "
+        "multicomm: this process was forked from one that uses multicomm; MPI and its threads do not survive a fork. "
+        "Start "
         "workers with the 'spawn' method, or before the first process group.");
   }
 }
@@ -109,11 +110,12 @@ void Runtime::shutdown(bool failed) noexcept {
         if (!group->leaving()) group->leave();
       });
     }
-    // With a group given up its members may never come; the rest still gets a moment to part in order. Under an MPI launcher a
-    // rank that ends early waits for the others, since leaving without MPI_Finalize ends the job.
+    // With a group given up its members may never come; the rest still gets a moment to part in order. Under an MPI
+    // launcher a rank that ends early waits for the others, since leaving without MPI_Finalize ends the job.
     using std::chrono::milliseconds;
-    const milliseconds patience = !healthy ? std::min<milliseconds>(bound, kFailedBound)
-                                           : bootstrap::launched_by_mpi() ? std::max<milliseconds>(bound, kLauncherBound) : bound;
+    const milliseconds patience = !healthy                       ? std::min<milliseconds>(bound, kFailedBound)
+                                  : bootstrap::launched_by_mpi() ? std::max<milliseconds>(bound, kLauncherBound)
+                                                                 : bound;
     const bool parted =
         driver_.wait_until([&] { return coordinator_.groups().empty(); }, Operation::Clock::now() + patience);
     driver_.stop();

@@ -15,7 +15,8 @@ namespace multicomm {
 
 class Runtime {
  public:
-  // Made on first use; never destroyed, since other threads may be inside it when the process ends. Throws in a forked child.
+  // Made on first use; never destroyed, since other threads may be inside it when the process ends. Throws in a forked
+  // child.
   static Runtime& get();
   static Runtime* if_made();
 

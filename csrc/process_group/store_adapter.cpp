@@ -1,9 +1,8 @@
 #include "process_group/store_adapter.h"
 
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-
 #include <map>
 #include <mutex>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
 namespace multicomm {

@@ -11,8 +11,8 @@
 namespace multicomm {
 namespace {
 
-// Beyond this many contiguous runs a tensor's memory is taken as its whole extent: it may then be ordered behind an operation on
-// elements in between, but never run beside one on its own.
+// Beyond this many contiguous runs a tensor's memory is taken as its whole extent: it may then be ordered behind an
+// operation on elements in between, but never run beside one on its own.
 constexpr int64_t kMostRuns = 4096;
 
 std::string sizes_text(const std::vector<int64_t>& sizes) {
@@ -53,7 +53,8 @@ DType to_dtype(at::ScalarType type) {
 }
 
 std::exception_ptr to_exception(const ErrorPtr& error) {
-  return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error->message));
+  return std::make_exception_ptr(
+      c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error->message));
 }
 
 void WorkState::one_done(const ErrorPtr& error) {
@@ -136,7 +137,8 @@ void TensorOperation::add(const at::Tensor& tensor, const std::vector<int64_t>* 
   const bool direct = tensor.is_contiguous();
   auto* data = direct && tensor.numel() > 0 ? static_cast<std::byte*>(tensor.data_ptr()) : nullptr;
   const auto append = [&](std::vector<Segment>& segments, int64_t offset, int64_t count) {
-    segments.push_back({data == nullptr ? nullptr : data + offset * static_cast<int64_t>(tensor.element_size()), count});
+    segments.push_back(
+        {data == nullptr ? nullptr : data + offset * static_cast<int64_t>(tensor.element_size()), count});
   };
   const size_t pieces = counts == nullptr ? 1 : counts->size();
   int64_t offset = 0;
@@ -173,8 +175,8 @@ std::string TensorOperation::describe() const {
     case OpKind::kGather: text << " to rank " << shown_root_; break;
     case OpKind::kSend: text << " to rank " << shown_root_ << ", tag " << tag << ','; break;
     case OpKind::kRecv:
-      text << (shown_root_ < 0 ? std::string(" from any rank") : " from rank " + std::to_string(shown_root_)) << ", tag "
-           << tag << ',';
+      text << (shown_root_ < 0 ? std::string(" from any rank") : " from rank " + std::to_string(shown_root_))
+           << ", tag " << tag << ',';
       break;
     default: break;
   }
@@ -185,10 +187,10 @@ std::string TensorOperation::describe() const {
     return sizes_text(list);
   };
   switch (descriptor.kind) {
-    case OpKind::kAllToAll:
-      text << "elements, sends " << counts(inputs) << ", expects " << counts(outputs);
+    case OpKind::kAllToAll: text << "elements, sends " << counts(inputs) << ", expects " << counts(outputs); break;
+    case OpKind::kAllGather:
+      text << tensors_.front().sizes() << ", one such piece per rank or " << counts(outputs);
       break;
-    case OpKind::kAllGather: text << tensors_.front().sizes() << ", one such piece per rank or " << counts(outputs); break;
     case OpKind::kReduceScatter: text << "elements " << counts(inputs); break;
     default: text << tensors_.front().sizes(); break;
   }
@@ -198,8 +200,9 @@ std::string TensorOperation::describe() const {
 void TensorOperation::prepare() {
   const at::AutoDispatchBelowADInplaceOrView guard;  // also for tensors that require grad or come from inference mode
   for (Staged& s : staged_) {
-    s.buffer = s.inputs > 0 ? s.tensor.clone(at::MemoryFormat::Contiguous)
-                            : at::empty(s.tensor.sizes(), s.tensor.options().memory_format(at::MemoryFormat::Contiguous));
+    s.buffer = s.inputs > 0
+                   ? s.tensor.clone(at::MemoryFormat::Contiguous)
+                   : at::empty(s.tensor.sizes(), s.tensor.options().memory_format(at::MemoryFormat::Contiguous));
     auto* const base = static_cast<std::byte*>(s.buffer.data_ptr());
     const auto place = [&](std::vector<Segment>& segments, size_t first, size_t count) {
       auto* data = base;

@@ -28,9 +28,9 @@ class WorkState {
  private:
   std::mutex mutex_;
   const std::vector<at::Tensor> outputs_;
-  size_t remaining_;                                  // guarded by mutex_
-  ErrorPtr error_;                                    // guarded by mutex_
-  c10::intrusive_ptr<c10::ivalue::Future> future_;    // guarded by mutex_
+  size_t remaining_;                                // guarded by mutex_
+  ErrorPtr error_;                                  // guarded by mutex_
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
 };
 
 // The exception that a caller sees: torch's DistBackendError.
@@ -41,8 +41,8 @@ class TensorOperation final : public Operation {
   // `root` is a group rank; `shown_root` is what the user called it (a global rank).
   TensorOperation(OpKind kind, ReduceOp reduce_op, at::ScalarType dtype, int root, int shown_root);
 
-  // Appends a tensor to the inputs, the outputs, or both (an operation in place). It is kept alive until the operation is done;
-  // one that is not contiguous is staged.
+  // Appends a tensor to the inputs, the outputs, or both (an operation in place). It is kept alive until the operation
+  // is done; one that is not contiguous is staged.
   void add_input(const at::Tensor& tensor);
   void add_output(const at::Tensor& tensor);
   void add_in_place(const at::Tensor& tensor);
@@ -63,7 +63,7 @@ class TensorOperation final : public Operation {
   struct Staged {
     at::Tensor tensor;
     at::Tensor buffer;
-    size_t first_input, inputs;    // segments that lie in `buffer`
+    size_t first_input, inputs;  // segments that lie in `buffer`
     size_t first_output, outputs;
   };
   void add(const at::Tensor& tensor, const std::vector<int64_t>* counts, bool input, bool output);
@@ -71,7 +71,7 @@ class TensorOperation final : public Operation {
 
   std::vector<at::Tensor> tensors_;
   std::vector<Staged> staged_;
-  std::vector<int64_t> shown_inputs_;   // sizes for describe(): of the first tensor, or the pieces of a list
+  std::vector<int64_t> shown_inputs_;  // sizes for describe(): of the first tensor, or the pieces of a list
   std::vector<int64_t> shown_outputs_;
   const int shown_root_;
 };

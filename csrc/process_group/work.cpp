@@ -31,9 +31,7 @@ std::exception_ptr MulticommWork::exception() const {
   return error ? to_exception(error) : nullptr;
 }
 
-int MulticommWork::sourceRank() const {
-  return operations_.size() == 1 ? operations_.front()->peer : -1;
-}
+int MulticommWork::sourceRank() const { return operations_.size() == 1 ? operations_.front()->peer : -1; }
 
 std::vector<at::Tensor> MulticommWork::result() { return state_->outputs(); }
 
@@ -46,9 +44,9 @@ bool MulticommWork::wait(std::chrono::milliseconds timeout) {
     const bool in_time =
         runtime.driver().wait_until([&] { return operation->done(); }, deadline, Runtime::interrupt_check());
     if (!in_time) {
-      C10_THROW_ERROR(DistBackendError,
-                      c10::str("multicomm: wait() gave up after ", timeout.count(), " ms; the operation goes on: ",
-                               operation->describe(), ", sequence ", operation->sequence));
+      C10_THROW_ERROR(DistBackendError, c10::str("multicomm: wait() gave up after ", timeout.count(),
+                                                 " ms; the operation goes on: ", operation->describe(), ", sequence ",
+                                                 operation->sequence));
     }
   }
   if (const ErrorPtr error = first_error()) std::rethrow_exception(to_exception(error));
@@ -79,8 +77,6 @@ c10::intrusive_ptr<c10::ivalue::Future> MulticommWork::getFutureResult() {
   return result;
 }
 
-uint64_t MulticommWork::getSequencenumber() const {
-  return operations_.empty() ? 0 : operations_.front()->sequence;
-}
+uint64_t MulticommWork::getSequencenumber() const { return operations_.empty() ? 0 : operations_.front()->sequence; }
 
 }  // namespace multicomm

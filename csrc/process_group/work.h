@@ -1,9 +1,8 @@
 // The c10d Work of one call.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include <memory>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "process_group/runtime.h"

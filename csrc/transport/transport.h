@@ -25,9 +25,9 @@ struct TableEntry {
   char text[256];
 };
 
-// One group's agreement channel. All calls by the driver. What is started is started in the same order on every member: round
-// k, its table if round k's result asks for one, round k+1. Never by a local event: two collectives started in different
-// orders on one communicator do not hang, they exchange their sums.
+// One group's agreement channel. All calls by the driver. What is started is started in the same order on every member:
+// round k, its table if round k's result asks for one, round k+1. Never by a local event: two collectives started in
+// different orders on one communicator do not hang, they exchange their sums.
 class ControlPlane {
  public:
   virtual ~ControlPlane() = default;
@@ -37,8 +37,8 @@ class ControlPlane {
   virtual void start_table(const TableEntry& mine, TableEntry* all, Completion& done) = 0;
 };
 
-// One group's way of moving tensors. All calls by the driver, none waits for a peer or for a buffer (two ranks could hold each
-// other's). Batches come in agreed order.
+// One group's way of moving tensors. All calls by the driver, none waits for a peer or for a buffer (two ranks could
+// hold each other's). Batches come in agreed order.
 class DataPlane {
  public:
   virtual ~DataPlane() = default;

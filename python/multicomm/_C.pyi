@@ -4,8 +4,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__file__: str
-
 class Options:
     def __init__(self, timeout: timedelta = ...) -> None: ...
 

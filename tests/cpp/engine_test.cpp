@@ -20,8 +20,8 @@ using namespace multicomm;
 using sim::SimWorld;
 using OperationRef = std::shared_ptr<sim::PlainOperation>;
 
-#define REQUIRE(condition)                                                                          \
-  do {                                                                                              \
+#define REQUIRE(condition)                                                                                      \
+  do {                                                                                                          \
     if (!(condition)) throw std::runtime_error(std::string(#condition) + ", line " + std::to_string(__LINE__)); \
   } while (false)
 
@@ -184,7 +184,8 @@ void groups_do_not_wait_for_each_other() {
   REQUIRE(other->done() && !waiting->done());
 }
 
-// A rank that gave up still brings its real input, so that the late peer gets no garbage; its own tensor stays as it was.
+// A rank that gave up still brings its real input, so that the late peer gets no garbage; its own tensor stays as it
+// was.
 void given_up_operation_keeps_its_input() {
   for (const size_t size : {size_t{8}, size_t{500}}) {
     Pair pair;
@@ -226,7 +227,8 @@ void leaving_with_peers_at_work_is_told() {
 
 void closed_group_refuses() {
   Pair pair;
-  for (int r = 0; r < 2; ++r) pair.world.coordinator(r).post([&pair, r] { pair.group[static_cast<size_t>(r)]->leave(); });
+  for (int r = 0; r < 2; ++r)
+    pair.world.coordinator(r).post([&pair, r] { pair.group[static_cast<size_t>(r)]->leave(); });
   settle(pair.world);
   std::vector<int64_t> a(8, 1);
   const auto late = all_reduce(a);
@@ -279,7 +281,8 @@ void unknown_setting_is_refused() {
     read_settings(environment);
   } catch (const std::invalid_argument& error) {
     const std::string text = error.what();
-    REQUIRE(text.find("MULTICOMM_FUSION_BITES") != std::string::npos && text.find("MULTICOMM_FUSION_BYTES") != std::string::npos);
+    REQUIRE(text.find("MULTICOMM_FUSION_BITES") != std::string::npos &&
+            text.find("MULTICOMM_FUSION_BYTES") != std::string::npos);
     return;
   }
   REQUIRE(!"an unknown setting was accepted");

@@ -2,10 +2,11 @@
 //
 //   simulate [FIRST_SEED [SEEDS]] [--uneven-fusion]
 //
-// Every program is legal per group: all members submit a group's operations in one order, and each rank interleaves its groups as it
-// likes. Checked: every operation completes, with the right result or, where one member deviates, with an error on every member
-// that names all of them and touches nothing; groups part in order; no memory stays claimed. A failing seed is printed and replays
-// exactly. With --uneven-fusion the ranks plan from settings that differ, a fault that the simulation must find.
+// Every program is legal per group: all members submit a group's operations in one order, and each rank interleaves its
+// groups as it likes. Checked: every operation completes, with the right result or, where one member deviates, with an
+// error on every member that names all of them and touches nothing; groups part in order; no memory stays claimed. A
+// failing seed is printed and replays exactly. With --uneven-fusion the ranks plan from settings that differ, a fault
+// that the simulation must find.
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -32,16 +33,16 @@ void require(bool condition, const std::string& what) {
 
 struct Planned {
   Descriptor descriptor;
-  size_t buffer;      // index into the group's buffers
-  int deviant = -1;   // member whose descriptor differs
+  size_t buffer;     // index into the group's buffers
+  int deviant = -1;  // member whose descriptor differs
 };
 
 struct Group {
   std::vector<int> members;
   std::vector<Planned> program;
-  std::vector<GroupPtr> handles;                            // per member
-  std::vector<std::vector<std::vector<int64_t>>> buffers;   // [buffer][member]
-  std::vector<std::vector<std::vector<int64_t>>> expected;  // [buffer][member]
+  std::vector<GroupPtr> handles;                                             // per member
+  std::vector<std::vector<std::vector<int64_t>>> buffers;                    // [buffer][member]
+  std::vector<std::vector<std::vector<int64_t>>> expected;                   // [buffer][member]
   std::vector<std::vector<std::shared_ptr<sim::PlainOperation>>> submitted;  // [member][operation]
 };
 
@@ -93,7 +94,8 @@ class Program {
     Planned planned;
     Descriptor& d = planned.descriptor;
     d.dtype = DType::kInt64;
-    const OpKind kinds[] = {OpKind::kAllReduce, OpKind::kAllReduce, OpKind::kBroadcast, OpKind::kReduce, OpKind::kBarrier};
+    const OpKind kinds[] = {OpKind::kAllReduce, OpKind::kAllReduce, OpKind::kBroadcast, OpKind::kReduce,
+                            OpKind::kBarrier};
     d.kind = kinds[pick(0, 4)];
     if (is_reduction(d.kind)) d.reduce_op = chance(80) ? ReduceOp::kSum : ReduceOp::kMax;
     if (d.kind == OpKind::kBroadcast || d.kind == OpKind::kReduce)
@@ -224,7 +226,8 @@ class Program {
     }
     require(operation.error() != nullptr, what + ": a disagreement went unnoticed");
     const std::string& text = operation.error()->message;
-    require(text.find("disagree on collective " + std::to_string(index)) != std::string::npos, what + ": text: " + text);
+    require(text.find("disagree on collective " + std::to_string(index)) != std::string::npos,
+            what + ": text: " + text);
     require(text.find(group_name(name)) != std::string::npos, what + ": the text does not name the group: " + text);
   }
   static std::string group_name(const std::string& name) { return "group '" + name + "'"; }
@@ -235,7 +238,8 @@ class Program {
         world_->coordinator(group.members[m]).post([handle = group.handles[m]] { handle->leave(); });
     settle();
     for (const Group& group : groups_)
-      for (const GroupPtr& handle : group.handles) require(handle->closed(), "a group that all members left is not closed");
+      for (const GroupPtr& handle : group.handles)
+        require(handle->closed(), "a group that all members left is not closed");
   }
 
   Random random_;

@@ -142,10 +142,7 @@ def all_to_all(case: Case, *, uneven: bool = False) -> Call:
         case,
         f"all_to_all{' uneven' if uneven else ''}",
         lambda: dist.all_to_all(_tensors(outputs), _tensors(inputs), case.group.handle, case.asynchronous),
-        [
-            (f"from rank {rank}", outputs[by], values(case, rank, own, received[by]))
-            for by, rank in enumerate(ranks)
-        ],
+        [(f"from rank {rank}", outputs[by], values(case, rank, own, received[by])) for by, rank in enumerate(ranks)],
     )
 
 
@@ -158,9 +155,7 @@ def all_to_all_single(case: Case, *, uneven: bool = False) -> Call:
     return _start(
         case,
         f"all_to_all_single{' uneven' if uneven else ''}",
-        lambda: dist.all_to_all_single(
-            output.tensor, data.tensor, *splits, case.group.handle, case.asynchronous
-        ),
+        lambda: dist.all_to_all_single(output.tensor, data.tensor, *splits, case.group.handle, case.asynchronous),
         [("output", output, torch.cat([values(case, ranks[by], own, received[by]) for by in members]))],
     )
 

@@ -11,7 +11,8 @@ namespace {
 template <typename Function>
 void load(void* library, const std::string& path, const char* name, Function*& function) {
   function = reinterpret_cast<Function*>(dlsym(library, name));
-  if (function == nullptr) throw std::runtime_error(path + " has no " + name + "; Open MPI 5 brings a libpmix that has");
+  if (function == nullptr)
+    throw std::runtime_error(path + " has no " + name + "; Open MPI 5 brings a libpmix that has");
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
-// The few PMIx types, keys and functions that a server needs, laid out as the PMIx standard's ABI has them since version 4 (OpenPMIx
-// only appends). Declared here, so that building needs no PMIx headers and any site's libpmix.so.2 can be opened at run time.
+// The few PMIx types, keys and functions that a server needs, laid out as the PMIx standard's ABI has them since
+// version 4 (OpenPMIx only appends). Declared here, so that building needs no PMIx headers and any site's libpmix.so.2
+// can be opened at run time.
 #pragma once
 
 #include <sys/types.h>

@@ -87,8 +87,8 @@ std::string Server::start() {
   JobInfo job(config_);
   {
     Completion completion;
-    const Status status = library_.register_nspace(config_.name.c_str(), static_cast<int>(local.size()), job.data(), job.size(),
-                                                   Completion::done, &completion);
+    const Status status = library_.register_nspace(config_.name.c_str(), static_cast<int>(local.size()), job.data(),
+                                                   job.size(), Completion::done, &completion);
     library_.check(status == kSuccess ? completion.wait() : status, "PMIx_server_register_nspace");
   }
   std::string environment;
@@ -102,7 +102,8 @@ std::string Server::start() {
     if (rank != local.front()) continue;
     char** entries = nullptr;  // alike for all ranks but for PMIX_RANK, which each sets itself
     library_.check(library_.setup_fork(&proc, &entries), "PMIx_server_setup_fork");
-    for (char** entry = entries; entry != nullptr && *entry != nullptr; ++entry) environment += std::string(*entry) + '\0';
+    for (char** entry = entries; entry != nullptr && *entry != nullptr; ++entry)
+      environment += std::string(*entry) + '\0';
   }
   return environment;
 }
@@ -144,7 +145,8 @@ Status Server::fence(const Proc* procs, size_t count, std::string blob, ModexCal
   const auto reply = [callback, context](bool ok, const std::string& blobs) {
     auto* kept = new std::string(ok ? blobs.substr(sizeof(uint64_t)) : std::string());
     callback(
-        ok ? kSuccess : kError, kept->data(), kept->size(), context, [](void* p) { delete static_cast<std::string*>(p); }, kept);
+        ok ? kSuccess : kError, kept->data(), kept->size(), context,
+        [](void* p) { delete static_cast<std::string*>(p); }, kept);
   };
   const std::string nodes = nodes_of(procs, count);
   if (nodes == std::to_string(config_.node)) {
@@ -175,8 +177,8 @@ Status Server::group(const char* name, const Proc* procs, size_t count, InfoCall
              answer->info[1].value.type = kDataArray;
              answer->info[1].value.data.array = &answer->array;
              callback(
-                 ok ? kSuccess : kError, answer->info, ok ? 2 : 0, context, [](void* p) { delete static_cast<Answer*>(p); },
-                 answer);
+                 ok ? kSuccess : kError, answer->info, ok ? 2 : 0, context,
+                 [](void* p) { delete static_cast<Answer*>(p); }, answer);
            });
   return kSuccess;
 }
@@ -238,7 +240,8 @@ void Server::run() {
 }
 
 void Server::stop() {
-  std::this_thread::sleep_for(100ms);  // libpmix may still be answering the last rank's PMIx_Finalize; it has no event for that
+  std::this_thread::sleep_for(
+      100ms);  // libpmix may still be answering the last rank's PMIx_Finalize; it has no event for that
   Completion completion;
   library_.deregister_nspace(config_.name.c_str(), Completion::done, &completion);
   completion.wait();

@@ -44,11 +44,11 @@ class Server {
   std::map<int, int> node_of_;
 
   std::mutex mutex_;
-  std::set<Rank> finalized_;            // guarded by mutex_
-  std::map<uint64_t, Reply> replies_;   // guarded by mutex_
-  std::map<std::string, int> counts_;   // guarded by mutex_; how often each exchange has taken place
-  uint64_t next_id_ = 1;                // guarded by mutex_
-  bool parent_gone_ = false;            // guarded by mutex_
+  std::set<Rank> finalized_;           // guarded by mutex_
+  std::map<uint64_t, Reply> replies_;  // guarded by mutex_
+  std::map<std::string, int> counts_;  // guarded by mutex_; how often each exchange has taken place
+  uint64_t next_id_ = 1;               // guarded by mutex_
+  bool parent_gone_ = false;           // guarded by mutex_
 };
 
 }  // namespace multicomm::pmix

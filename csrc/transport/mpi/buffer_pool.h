@@ -8,8 +8,8 @@
 
 namespace multicomm {
 
-// A block belongs to the batch that took it. An empty pool allocates: launching never waits for a buffer, since two ranks could
-// hold each other's. Driver only.
+// A block belongs to the batch that took it. An empty pool allocates: launching never waits for a buffer, since two
+// ranks could hold each other's. Driver only.
 class BufferPool {
  public:
   struct Free {

@@ -23,8 +23,8 @@ struct Shared final : Progress {
   const Types* types = nullptr;  // made once MPI is up
 };
 
-// Owns two communicators with the same members: rounds and point-to-point on one, batches on the other, so that a batch in
-// several steps never gets between two rounds.
+// Owns two communicators with the same members: rounds and point-to-point on one, batches on the other, so that a batch
+// in several steps never gets between two rounds.
 class MpiChannel final : public Channel {
  public:
   // `segment`: memory that all members share, where they are on one node.

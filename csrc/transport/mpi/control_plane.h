@@ -1,8 +1,8 @@
 // Rounds over one group's control communicator.
 #pragma once
 
-#include "transport/mpi/requests.h"
 #include "transport/mpi/mpi_types.h"
+#include "transport/mpi/requests.h"
 
 namespace multicomm::mpi {
 

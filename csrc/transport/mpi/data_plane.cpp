@@ -45,8 +45,8 @@ MpiDataPlane::MpiDataPlane(MPI_Comm communicator, Requests& requests, const Type
   check(MPI_Comm_size(communicator, &size_), "MPI_Comm_size");
 }
 
-// Calls call(offset, count) for pieces of at most largest_count_ elements; at least once, since a collective of nothing still
-// has its place in the order.
+// Calls call(offset, count) for pieces of at most largest_count_ elements; at least once, since a collective of nothing
+// still has its place in the order.
 template <typename Call>
 void MpiDataPlane::in_chunks(int64_t count, Call call) const {
   int64_t offset = 0;
@@ -140,8 +140,9 @@ void MpiDataPlane::unpack_staged(Task& task) {
   const size_t element = size_of(reduces ? accumulation_type(d.dtype) : d.dtype);
   std::byte* from = (task.received ? task.received : task.staging).data.get();
   for (const auto& o : task.batch->operations) {
-    const int64_t count = d.kind == OpKind::kAllGather || d.kind == OpKind::kReduceScatter ? total_count(o->outputs)
-                                                                                           : static_cast<int64_t>(o->descriptor.count);
+    const int64_t count = d.kind == OpKind::kAllGather || d.kind == OpKind::kReduceScatter
+                              ? total_count(o->outputs)
+                              : static_cast<int64_t>(o->descriptor.count);
     if (!o->abandoned && !o->outputs.empty()) {
       if (reduces) average(d, from, count);
       std::byte* at = from;
@@ -177,8 +178,8 @@ void MpiDataPlane::all_reduce(Task& task) {
   }
   in_chunks(count, [&](int64_t offset, int piece) {
     MPI_Request request = MPI_REQUEST_NULL;
-    check(MPI_Iallreduce(MPI_IN_PLACE, data + static_cast<size_t>(offset) * size_of(type), piece, types_.reducible(d.dtype),
-                         types_.reduction(d.dtype, d.reduce_op), communicator_, &request),
+    check(MPI_Iallreduce(MPI_IN_PLACE, data + static_cast<size_t>(offset) * size_of(type), piece,
+                         types_.reducible(d.dtype), types_.reduction(d.dtype, d.reduce_op), communicator_, &request),
           "MPI_Iallreduce");
     start(task, request);
   });
@@ -260,8 +261,8 @@ void MpiDataPlane::all_gather(Task& task) {
         std::memcpy(at, input.data, static_cast<size_t>(input.count) * element);
       in_chunks(outputs[r].count, [&](int64_t offset, int piece) {
         MPI_Request request = MPI_REQUEST_NULL;
-        check(MPI_Ibcast(at + static_cast<size_t>(offset) * element, piece, types_.movable(d.dtype), static_cast<int>(r),
-                         communicator_, &request),
+        check(MPI_Ibcast(at + static_cast<size_t>(offset) * element, piece, types_.movable(d.dtype),
+                         static_cast<int>(r), communicator_, &request),
               "MPI_Ibcast");
         start(task, request);
       });
@@ -373,8 +374,7 @@ void MpiDataPlane::exchange(Task& task) {
     task.unpack = &MpiDataPlane::unpack_exchange;
   }
   const auto copy = [&](const Segment& from, const Segment& to) {
-    if (to.count > 0 && from.data != to.data)
-      std::memcpy(to.data, from.data, static_cast<size_t>(to.count) * element);
+    if (to.count > 0 && from.data != to.data) std::memcpy(to.data, from.data, static_cast<size_t>(to.count) * element);
   };
   if (d.kind == OpKind::kAllToAll) {
     for (int step = 0; step < size_; ++step) {  // start with different peers on each rank

@@ -6,8 +6,8 @@
 
 #include "transport/mpi/buffer_pool.h"
 #include "transport/mpi/messages.h"
-#include "transport/mpi/requests.h"
 #include "transport/mpi/mpi_types.h"
+#include "transport/mpi/requests.h"
 
 namespace multicomm::mpi {
 

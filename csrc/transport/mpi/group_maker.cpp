@@ -48,7 +48,8 @@ void compare_settings(MPI_Comm communicator, const GroupRequest& request) {
   char mine[kSettingsBytes] = {};
   std::memcpy(mine, request.shared_settings.data(), std::min(request.shared_settings.size(), kSettingsBytes - 1));
   std::vector<char> all(kSettingsBytes * request.ranks.size());
-  check(MPI_Allgather(mine, kSettingsBytes, MPI_BYTE, all.data(), kSettingsBytes, MPI_BYTE, communicator), "MPI_Allgather");
+  check(MPI_Allgather(mine, kSettingsBytes, MPI_BYTE, all.data(), kSettingsBytes, MPI_BYTE, communicator),
+        "MPI_Allgather");
   std::string text;
   bool differ = false;
   for (size_t r = 0; r < request.ranks.size(); ++r) {
@@ -56,8 +57,7 @@ void compare_settings(MPI_Comm communicator, const GroupRequest& request) {
     differ = differ || std::strncmp(theirs, all.data(), kSettingsBytes) != 0;
     text += "\n  rank " + std::to_string(request.ranks[r]) + ": " + theirs;
   }
-  if (differ)
-    throw std::runtime_error("the ranks have different settings, which must be alike on all of them:" + text);
+  if (differ) throw std::runtime_error("the ranks have different settings, which must be alike on all of them:" + text);
 }
 
 // Memory shared by all members, or null, on all of them alike, when they are not on one node or it cannot be had.
@@ -190,19 +190,20 @@ bool GroupMaker::advance(Pending& pending) {
       return true;
     }
     if (Clock::now() < pending.deadline) return false;
-    pending.request.failed("not every rank of the group has made it within its time-out: " + missing_members(pending) +
-                               " did not come (they have not called new_group for these ranks, or fewer times than the others)",
-                           true);
+    pending.request.failed(
+        "not every rank of the group has made it within its time-out: " + missing_members(pending) +
+            " did not come (they have not called new_group for these ranks, or fewer times than the others)",
+        true);
   } catch (const std::exception& error) {
     pending.request.failed(error.what(), false);
   }
   return true;
 }
 
-// The keys name the members and how often this rank has announced a group of just these members, counted in the store. Not torch's
-// name for the group: with use_local_synchronization it counts the groups that each rank has made, so ranks may disagree on it.
-// And not a count kept in this process: a store may outlive it. Two groups of the same members are told apart by the order in
-// which they are made, which torch requires to be the same on all of them.
+// The keys name the members and how often this rank has announced a group of just these members, counted in the store.
+// Not torch's name for the group: with use_local_synchronization it counts the groups that each rank has made, so ranks
+// may disagree on it. And not a count kept in this process: a store may outlive it. Two groups of the same members are
+// told apart by the order in which they are made, which torch requires to be the same on all of them.
 void GroupMaker::announce(Pending& pending) {
   auto& store = *pending.request.world.store;
   const auto& ranks = pending.request.ranks;

@@ -19,20 +19,20 @@
 namespace multicomm::mpi {
 
 struct GroupRequest {
-  bootstrap::WorldRequest world;                     // to start MPI with, if this is the first group
-  std::vector<int> ranks;                            // global ranks in group order
-  int rank = 0;                                      // this process, in group order
-  std::string shared_settings;                       // what all members must have set alike
-  std::string description;                           // for errors
+  bootstrap::WorldRequest world;  // to start MPI with, if this is the first group
+  std::vector<int> ranks;         // global ranks in group order
+  int rank = 0;                   // this process, in group order
+  std::string shared_settings;    // what all members must have set alike
+  std::string description;        // for errors
   std::chrono::milliseconds timeout{};
   std::function<void(std::shared_ptr<Channel>)> made;
   std::function<void(const std::string& why, bool timed_out)> failed;
 };
 
 // Members announce themselves in the store; when all are there, the communicator is made by its members alone. Each
-// complete group is made on a thread of its own: three ranks that make {0,1}, {1,2}, {2,0} starting with different pairs would
-// wait for each other in a circle on one thread, and MPI_Comm_create_group holds up unrelated creations while it waits for a late
-// member, hence the announcements first.
+// complete group is made on a thread of its own: three ranks that make {0,1}, {1,2}, {2,0} starting with different
+// pairs would wait for each other in a circle on one thread, and MPI_Comm_create_group holds up unrelated creations
+// while it waits for a late member, hence the announcements first.
 class GroupMaker {
  public:
   explicit GroupMaker(Shared& shared) : shared_(shared) {}
@@ -69,12 +69,12 @@ class GroupMaker {
   std::unique_ptr<Types> types_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<GroupRequest> requests_;               // guarded by mutex_
-  std::vector<bootstrap::WorldRequest> starts_;      // guarded by mutex_
-  std::vector<std::shared_ptr<Channel>> to_free_;    // guarded by mutex_
-  bool stopping_ = false;                            // guarded by mutex_
-  bool ended_ = false;                               // guarded by mutex_
-  std::string start_error_;                          // guarded by mutex_
+  std::vector<GroupRequest> requests_;             // guarded by mutex_
+  std::vector<bootstrap::WorldRequest> starts_;    // guarded by mutex_
+  std::vector<std::shared_ptr<Channel>> to_free_;  // guarded by mutex_
+  bool stopping_ = false;                          // guarded by mutex_
+  bool ended_ = false;                             // guarded by mutex_
+  std::string start_error_;                        // guarded by mutex_
 
   // The maker thread's own.
   std::list<Pending> pending_;

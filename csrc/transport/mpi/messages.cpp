@@ -54,7 +54,8 @@ void Messages::start(Transfer& transfer, MPI_Request request) {
 
 void Messages::Transfer::request_done(const MPI_Status&, const std::string* failure) {
   if (failure != nullptr && !error)
-    error = std::make_shared<const OperationError>(OperationError{ErrorKind::kBroken, "multicomm: " + operation->describe() + ": " + *failure});
+    error = std::make_shared<const OperationError>(
+        OperationError{ErrorKind::kBroken, "multicomm: " + operation->describe() + ": " + *failure});
   if (--remaining == 0) owner->end(*this);
 }
 
@@ -95,7 +96,8 @@ void Messages::send(const OperationPtr& operation) {
   start(transfer, request);
   if (header.eager == 0) {
     in_chunks(bytes, [&](uint64_t offset, int piece) {
-      check(MPI_Isend(data + offset, piece, MPI_BYTE, operation->peer, payload_tag(header.number), communicator_, &request),
+      check(MPI_Isend(data + offset, piece, MPI_BYTE, operation->peer, payload_tag(header.number), communicator_,
+                      &request),
             "MPI_Isend");
       start(transfer, request);
     });
@@ -108,8 +110,8 @@ void Messages::listen() {
   listening_ = true;
   if (!incoming_) incoming_ = std::make_unique<Packet>();
   MPI_Request request = MPI_REQUEST_NULL;
-  check(MPI_Irecv(incoming_.get(), static_cast<int>(sizeof(Packet)), MPI_BYTE, MPI_ANY_SOURCE, kHeaderTag, communicator_,
-                  &request),
+  check(MPI_Irecv(incoming_.get(), static_cast<int>(sizeof(Packet)), MPI_BYTE, MPI_ANY_SOURCE, kHeaderTag,
+                  communicator_, &request),
         "MPI_Irecv");
   requests_.add(request, header_receive_);
 }
@@ -144,8 +146,9 @@ void Messages::deliver(const OperationPtr& operation, int source, std::unique_pt
   operation->peer = source;
   if (header.bytes != expected) {
     std::ostringstream text;
-    text << "multicomm: " << operation->describe() << ": the tensor holds " << expected << " bytes, but the message has "
-         << header.bytes << ". The message is discarded; send and receive tensors of one size and dtype.";
+    text << "multicomm: " << operation->describe() << ": the tensor holds " << expected
+         << " bytes, but the message has " << header.bytes
+         << ". The message is discarded; send and receive tensors of one size and dtype.";
     transfer.error = std::make_shared<const OperationError>(OperationError{ErrorKind::kUsage, text.str()});
   }
   std::byte* to = operation->outputs.front().data;

@@ -11,9 +11,10 @@
 
 namespace multicomm::mpi {
 
-// A message is a header (tag, size, and the payload itself where it is small), then the payload on an MPI tag of its own. The
-// receiver knows the size before it takes the payload, so a mismatch is an error that states both sizes instead of a truncation; and
-// receives from a given or from any source stand in one queue, in the order in which they were posted.
+// A message is a header (tag, size, and the payload itself where it is small), then the payload on an MPI tag of its
+// own. The receiver knows the size before it takes the payload, so a mismatch is an error that states both sizes
+// instead of a truncation; and receives from a given or from any source stand in one queue, in the order in which they
+// were posted.
 class Messages {
  public:
   Messages(MPI_Comm communicator, Requests& requests, int64_t largest_count);

@@ -27,7 +27,8 @@ MPI_Datatype make_block(size_t bytes) {
 
 }  // namespace
 
-Types::Types() : record_(make_block(sizeof(Record))), table_entry_(make_block(sizeof(TableEntry))), wide_(make_block(16)) {
+Types::Types()
+    : record_(make_block(sizeof(Record))), table_entry_(make_block(sizeof(TableEntry))), wide_(make_block(16)) {
   check(MPI_Op_create(combine_in_mpi, 1, &combine_), "MPI_Op_create");
   check(MPI_Op_create(reduce_floats<ReduceOp::kMin>, 1, &minimum_), "MPI_Op_create");
   check(MPI_Op_create(reduce_floats<ReduceOp::kMax>, 1, &maximum_), "MPI_Op_create");

@@ -25,8 +25,8 @@ class RequestHandler {
   ~RequestHandler() = default;
 };
 
-// One MPI_Testsome for all groups: a rank waits in dozens of groups at once, and a test per group would cost a lock and a
-// progress sweep each. Driver only.
+// One MPI_Testsome for all groups: a rank waits in dozens of groups at once, and a test per group would cost a lock and
+// a progress sweep each. Driver only.
 class Requests {
  public:
   size_t poll();

@@ -8,11 +8,11 @@
 
 namespace multicomm::shm {
 
-inline constexpr size_t kSlots = 4;                  // chunks that a rank may be ahead of the slowest
+inline constexpr size_t kSlots = 4;                      // chunks that a rank may be ahead of the slowest
 inline constexpr size_t kSlotBytes = size_t{256} << 10;  // a chunk stays in the cache between its steps
 
-// One member's part: how far it is, and the chunks it has published. Counters only grow; each is written by its owner and read
-// by all, on a cache line of its own.
+// One member's part: how far it is, and the chunks it has published. Counters only grow; each is written by its owner
+// and read by all, on a cache line of its own.
 struct Part {
   alignas(64) std::atomic<uint64_t> published;  // chunks whose contribution lies in the slots
   alignas(64) std::atomic<uint64_t> reduced;    // chunks whose own share of the result lies in the slots
@@ -21,8 +21,8 @@ struct Part {
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "counters must work between processes");
 
-// An anonymous memory file of one process, mapped by the others through /proc: it has no name that could be left behind, and is
-// not bounded by the size of /dev/shm.
+// An anonymous memory file of one process, mapped by the others through /proc: it has no name that could be left
+// behind, and is not bounded by the size of /dev/shm.
 class Segment {
  public:
   struct Address {

@@ -71,7 +71,8 @@ bool ShmDataPlane::all_reached(std::atomic<uint64_t> Part::* counter, uint64_t v
 template <typename Use>
 void ShmDataPlane::for_pieces(const Task& task, Range range, Use use) {
   auto at = static_cast<size_t>(std::upper_bound(task.offsets.begin(), task.offsets.end(), range.begin) -
-                                task.offsets.begin()) - 1;
+                                task.offsets.begin()) -
+            1;
   for (int64_t position = range.begin; position < range.end; ++at) {
     const int64_t end = at + 1 < task.offsets.size() ? task.offsets[at + 1] : task.total;
     const int64_t count = std::min(end, range.end) - position;
@@ -83,7 +84,8 @@ void ShmDataPlane::for_pieces(const Task& task, Range range, Use use) {
 // The elements of a chunk that `member` adds up. A broadcast is wholly its root's.
 ShmDataPlane::Range ShmDataPlane::share(const Chunk& chunk, int member) const {
   const Descriptor& d = chunk.task->batch->descriptor();
-  if (d.kind == OpKind::kBroadcast) return member == d.root ? Range{chunk.begin, chunk.end} : Range{chunk.end, chunk.end};
+  if (d.kind == OpKind::kBroadcast)
+    return member == d.root ? Range{chunk.begin, chunk.end} : Range{chunk.end, chunk.end};
   const int64_t align = std::max<int64_t>(1, kShareAlignment / static_cast<int64_t>(size_of(d.dtype)));
   const int64_t count = chunk.end - chunk.begin;
   const int64_t piece = ((count + size_ - 1) / size_ + align - 1) / align * align;
@@ -137,7 +139,8 @@ void ShmDataPlane::reduce_share(const Chunk& chunk, uint64_t number, Range range
       std::byte* result = slot(number, rank_) + in_slot;
       std::byte* sum = narrow_after ? wide : result;
       const auto source = [&](int member) -> const std::byte* {
-        return member == rank_ ? input_of(o) + static_cast<size_t>(from + done) * element : slot(number, member) + in_slot;
+        return member == rank_ ? input_of(o) + static_cast<size_t>(from + done) * element
+                               : slot(number, member) + in_slot;
       };
       widen(d.dtype, sum, source(0), n);
       for (int member = 1; member < size_; ++member) {

@@ -159,7 +159,9 @@ void SimWorld::Rank::completed(OperationPtr operation) {
 
 bool SimWorld::step(int rank) { return ranks_[static_cast<size_t>(rank)]->coordinator.step(now_); }
 
-void SimWorld::schedule(int rank, std::function<void()> completion) { under_way_.push_back({rank, std::move(completion)}); }
+void SimWorld::schedule(int rank, std::function<void()> completion) {
+  under_way_.push_back({rank, std::move(completion)});
+}
 
 bool SimWorld::deliver_one() {
   if (under_way_.empty()) return false;

@@ -1,5 +1,5 @@
-// Simulated ranks in one process: each runs the real coordinator; the network is a list of deliveries from which a seeded scheduler
-// picks. No threads and no real time, so a seed replays exactly.
+// Simulated ranks in one process: each runs the real coordinator; the network is a list of deliveries from which a
+// seeded scheduler picks. No threads and no real time, so a seed replays exactly.
 #pragma once
 
 #include <cstdint>
@@ -36,13 +36,13 @@ struct SimCommunicator {
   SimWorld* world = nullptr;
   int size = 0;
   std::deque<Rendezvous> open;
-  uint64_t first_open = 0;          // number of open.front()
-  std::vector<uint64_t> next;       // per member, the number of its next start
-  Rendezvous& join(int member);     // the member's next collective
+  uint64_t first_open = 0;       // number of open.front()
+  std::vector<uint64_t> next;    // per member, the number of its next start
+  Rendezvous& join(int member);  // the member's next collective
 };
 
-// What members started together although it does not belong together: MPI would exchange garbage in silence. A logic error, so that
-// the engine does not take it for a failing transport.
+// What members started together although it does not belong together: MPI would exchange garbage in silence. A logic
+// error, so that the engine does not take it for a failing transport.
 struct OrderViolation : std::logic_error {
   using std::logic_error::logic_error;
 };
@@ -58,9 +58,9 @@ class SimWorld {
   // One handle per member, in group order; connected at once, or by connect().
   std::vector<GroupPtr> make_group(const std::string& name, const std::vector<int>& members);
 
-  bool step(int rank);      // one step of the rank's coordinator
-  bool deliver_one();       // hands one pending completion, chosen at random, to its rank
-  bool quiet() const;       // nothing is under way
+  bool step(int rank);  // one step of the rank's coordinator
+  bool deliver_one();   // hands one pending completion, chosen at random, to its rank
+  bool quiet() const;   // nothing is under way
   void advance_time(std::chrono::milliseconds by) { now_ += by; }
   Operation::Clock::time_point now() const { return now_; }
   std::string trace() const;  // the last events, for a failing seed
