@@ -1,4 +1,4 @@
-"""The rank side of bench.py: runs each workload with each contender in turn and writes the times."""
+"""The rank side of bench.py, which starts it: runs each workload with each contender in turn and writes the times."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import multicomm  # noqa: F401  (registers the backend)
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-Contender = Callable[[], None]
+Work = Callable[[], object]
+GRACE = 0.005  # longer than multicomm's coordinator goes on polling after its last operation
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
-    """Shapes of ResNet-50's 161 parameters (He et al., "Deep residual learning", 2016), in order of use."""
+    """Shapes of ResNet-50's 161 parameters (He et al., 2016), in the order of the forward pass."""
     shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
     channels = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -30,125 +33,171 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
     return [*shapes, (1000, 2048), (1000,)]
 
 
+class Data:
+    """Tensors whose sum over the ranks is known and differs by tensor and by place, so that mixed-up results show.
+
+    The values are small whole numbers: every sum is exact in float32, in any order of addition.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> None:
+        self.tensors = [torch.empty(shape) for shape in shapes]
+        self.factor, self.sum_of_factors = rank + 1, size * (size + 1) // 2
+        self.pattern = torch.arange(max(t.numel() for t in self.tensors) + len(shapes)).remainder_(1009).float()
+
+    def expected(self, index: int, factor: int) -> Tensor:
+        tensor = self.tensors[index]
+        return (self.pattern[index : index + tensor.numel()] * factor).view(tensor.shape)
+
+    def fill(self) -> None:
+        for index, tensor in enumerate(self.tensors):
+            tensor.copy_(self.expected(index, self.factor))
+
+    def check(self, what: str) -> None:
+        for index, tensor in enumerate(self.tensors):
+            if not torch.equal(tensor, self.expected(index, self.sum_of_factors)):
+                raise AssertionError(f"{what}: tensor {index} is wrong: {tensor.flatten()[:4].tolist()} ...")
+
+
+def busy_seconds() -> float | None:
+    """Seconds that the machine's cores have worked since it started, for whomever; None where that cannot be read."""
+    try:
+        fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = fields
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 class Bench:
     """Times contenders in turn and checks what they computed."""
 
     def __init__(self, quick: bool) -> None:
         self.quick = quick
-        self.gloo = dist.new_group(backend="gloo")
-        self.twin = dist.new_group(backend="multicomm")
-        self.gloo_twin = dist.new_group(backend="gloo")
-        self.size = dist.get_world_size()
-        dist.barrier()  # MPI is up from here on
-        dist.barrier(group=self.twin)
-        self.mpi = self.find_mpi()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.ours = [dist.group.WORLD, dist.new_group(backend="multicomm")]
+        self.gloo = [dist.new_group(backend="gloo") for _ in range(2)]
+        for group in (*self.ours, *self.gloo):  # everything is connected, and MPI is up, from here on
+            dist.barrier(group=group)
+        self.mpi, self.mpi_missing = self.find_mpi()
         self.times: dict[str, dict[str, list[float]]] = {}
+        self.others: dict[str, float | None] = {}
 
-    @staticmethod
-    def find_mpi():  # noqa: ANN205 - mpi4py is optional
-        """mpi4py on the MPI that multicomm has started, or None."""
+    def find_mpi(self) -> tuple[Any, str]:
+        """mpi4py on the MPI that multicomm has started, or None and the reason."""
         try:
             import mpi4py
 
             mpi4py.rc.initialize = mpi4py.rc.finalize = False
             from mpi4py import MPI
-        except ImportError:
-            return None
-        return MPI
+        except (ImportError, RuntimeError) as error:
+            return None, f"mpi4py cannot be imported ({error})"
+        if not MPI.Is_initialized():
+            return None, "mpi4py uses another MPI library than multicomm"
+        if MPI.COMM_WORLD.Get_size() != self.size:
+            return None, "mpi4py sees another world than multicomm"
+        return MPI, ""
 
-    def run(
-        self, name: str, contenders: dict[str, Contender], tensors: list[torch.Tensor], repetitions: int, inner: int = 1
-    ) -> None:
-        """Times each contender on tensors of ones, `inner` all_reduces on each, and checks the sums."""
-        repetitions = max(3, repetitions // 3) if self.quick else repetitions
-        times: dict[str, list[float]] = {who: [] for who in contenders}
+    def start_line(self, who: str) -> None:
+        """Ranks leave together, by the contender's own barrier, when nobody else's threads are polling any more."""
+        dist.barrier()
+        time.sleep(GRACE)
+        if who.startswith("mpi"):
+            self.mpi.COMM_WORLD.Barrier()
+        else:
+            dist.barrier(group=self.gloo[0] if who == "gloo" else None)
+
+    def run(self, name: str, contenders: dict[str, Work], data: Data, repetitions: int, inner: int = 1) -> None:
+        """Repetitions of all contenders in turn; a time is the slowest rank's, divided by `inner`."""
+        repetitions = max(5, repetitions // 3) if self.quick else repetitions
+        names = list(contenders)
+        times: dict[str, list[float]] = {who: [] for who in names}
+        busy, cpu, wall = busy_seconds(), time.process_time(), time.perf_counter()
         for repetition in range(repetitions + 1):
-            for who, work in contenders.items():
-                for tensor in tensors:  # a sum of sums must not overflow over the repetitions
-                    tensor.fill_(1.0)
-                dist.barrier()
+            turn = repetition % len(names)  # nobody always follows the same one
+            for who in names[turn:] + names[:turn]:
+                data.fill()
+                self.start_line(who)
                 start = time.perf_counter()
-                work()
+                contenders[who]()
                 took = (time.perf_counter() - start) / inner
-                for tensor in tensors:
-                    if not torch.equal(tensor, torch.full_like(tensor, float(self.size**inner))):
-                        raise AssertionError(f"{name}, {who}: wrong result {tensor.flatten()[:4]}")
+                data.check(f"{name}, {who}")
                 if repetition > 0:  # the first one warms up
                     times[who].append(took)
-        self.times[name] = times
+        wall = time.perf_counter() - wall
+        own = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
+        dist.all_reduce(own)
+        after = busy_seconds()
+        cores = os.cpu_count() or 1
+        self.others[name] = (
+            None if busy is None or after is None else max(0.0, after - busy - own.item()) / (wall * cores)
+        )
+        slowest = torch.tensor([times[who] for who in names], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        self.times[name] = dict(zip(names, slowest.tolist(), strict=True))
 
-    def sync_1k(self) -> None:
-        x = torch.ones(256)
-        inner = 50
+    def data(self, shapes: Sequence[tuple[int, ...]]) -> Data:
+        return Data(shapes, self.rank, self.size)
 
-        def work(group: dist.ProcessGroup | None) -> None:
-            for _ in range(inner):
-                dist.all_reduce(x, group=group)
-
-        contenders: dict[str, Contender] = {"multicomm": lambda: work(None), "gloo": lambda: work(self.gloo)}
-        if self.mpi:
-            mpi, array = self.mpi, x.numpy()
-            contenders["mpi"] = lambda: [mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, array) for _ in range(inner)] and None
-        self.run("sync_1k", contenders, [x], 9, inner)
-
-    def storm_of(self, tensors: list[torch.Tensor], groups: list[dist.ProcessGroup | None]) -> None:
-        count = len(groups)
-        works = [dist.all_reduce(t, group=groups[i % count], async_op=True) for i, t in enumerate(tensors)]
-        for work in works:
-            work.wait()
-
-    def mpi_storm(self, tensors: list[torch.Tensor]) -> Contender:
-        mpi = self.mpi
-        arrays = [t.numpy() for t in tensors]
-
-        def work() -> None:
-            requests = [mpi.COMM_WORLD.Iallreduce(mpi.IN_PLACE, array) for array in arrays]
-            mpi.Request.Waitall(requests)
-
-        return work
-
-    def many(self, name: str, tensors: list[torch.Tensor], twins: bool, repetitions: int) -> None:
-        ours = [None, self.twin] if twins else [None]
-        theirs = [self.gloo, self.gloo_twin] if twins else [self.gloo]
-        contenders: dict[str, Contender] = {
-            "multicomm": lambda: self.storm_of(tensors, ours),
-            "gloo": lambda: self.storm_of(tensors, theirs),
+    def one_by_one(self, name: str, shapes: Sequence[tuple[int, ...]], repetitions: int) -> None:
+        """Synchronous calls, one after the other; a time is that of one call."""
+        data = self.data(shapes)
+        contenders: dict[str, Work] = {
+            "multicomm": lambda: [dist.all_reduce(t) for t in data.tensors],
+            "gloo": lambda: [dist.all_reduce(t, group=self.gloo[0]) for t in data.tensors],
         }
         if self.mpi:
-            contenders["mpi"] = self.mpi_storm(tensors)
-        self.run(name, contenders, tensors, repetitions)
+            world, in_place = self.mpi.COMM_WORLD, self.mpi.IN_PLACE
+            arrays = [t.numpy() for t in data.tensors]
+            contenders["mpi"] = lambda: [world.Allreduce(in_place, array) for array in arrays]
+            if len(shapes) == 1:
+                contenders["mpi_nonblocking"] = lambda: world.Iallreduce(in_place, arrays[0]).Wait()
+        self.run(name, contenders, data, repetitions, inner=len(shapes))
+
+    def all_at_once(self, name: str, shapes: Sequence[tuple[int, ...]], groups: int, repetitions: int) -> None:
+        """Asynchronous calls, dealt out over the groups in turn, then a wait for all; a time is that of the whole."""
+        data = self.data(shapes)
+
+        def storm(of: list[dist.ProcessGroup]) -> None:
+            works = [dist.all_reduce(t, group=of[i % groups], async_op=True) for i, t in enumerate(data.tensors)]
+            for work in works:
+                work.wait()
+
+        contenders: dict[str, Work] = {"multicomm": lambda: storm(self.ours), "gloo": lambda: storm(self.gloo)}
+        duplicates = [self.mpi.COMM_WORLD.Dup() for _ in range(groups)] if self.mpi else []
+        if self.mpi:
+            mpi, arrays = self.mpi, [t.numpy() for t in data.tensors]
+            contenders["mpi"] = lambda: mpi.Request.Waitall(
+                [duplicates[i % groups].Iallreduce(mpi.IN_PLACE, array) for i, array in enumerate(arrays)]
+            )
+        self.run(name, contenders, data, repetitions)
+        for duplicate in duplicates:
+            duplicate.Free()
+
+    def sync_1k(self) -> None:
+        self.one_by_one("sync_1k", [(256,)] * 200, 21)
 
     def storm(self) -> None:
-        self.many("storm", [torch.ones(256) for _ in range(1000)], twins=False, repetitions=9)
+        self.all_at_once("storm", [(256,)] * 1000, 1, 21)
 
     def storm_two_groups(self) -> None:
-        self.many("storm_two_groups", [torch.ones(256) for _ in range(1000)], twins=True, repetitions=9)
+        self.all_at_once("storm_two_groups", [(256,)] * 1000, 2, 21)
 
     def resnet50(self) -> None:
         shapes = resnet50_shapes()
-        tensors = [torch.ones(shape) for shape in shapes]
-        total = sum(t.numel() for t in tensors)
-        assert (len(shapes), total) == (161, 25_557_032), (len(shapes), total)
-        self.many("resnet50", tensors, twins=False, repetitions=9)
+        total = sum(torch.Size(shape).numel() for shape in shapes)
+        if (len(shapes), total) != (161, 25_557_032):
+            raise AssertionError(f"not ResNet-50: {len(shapes)} tensors, {total} elements")
+        self.all_at_once("resnet50", shapes, 1, 21)
 
     def big(self) -> None:
-        x = torch.ones(64 * 2**20 // 4)
-        contenders: dict[str, Contender] = {
-            "multicomm": lambda: dist.all_reduce(x),
-            "gloo": lambda: dist.all_reduce(x, group=self.gloo),
-        }
-        if self.mpi:
-            mpi, array = self.mpi, x.numpy()
-            contenders["mpi"] = lambda: mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, array)
-        self.run("big", contenders, [x], 12)
+        self.one_by_one("big", [(64 * 2**20 // 4,)], 21)
 
     def idle(self) -> None:
-        """Share of a core that this process uses while it does nothing."""
+        """Share of a core that the busier of the processes uses while its program does nothing."""
         dist.barrier()
         time.sleep(0.5)  # the grace after the last operation is not idle time
-        seconds = 2.0 if self.quick else 5.0
         wall, cpu = time.perf_counter(), time.process_time()
-        time.sleep(seconds)
+        time.sleep(2.0 if self.quick else 5.0)
         share = torch.tensor([(time.process_time() - cpu) / (time.perf_counter() - wall)])
         dist.all_reduce(share, dist.ReduceOp.MAX)
         self.times["idle"] = {"multicomm": [share.item()]}
@@ -171,7 +220,8 @@ def main() -> None:
             "ranks": bench.size,
             "cores": len(os.sched_getaffinity(0)),
             "torch": torch.__version__,
-            "mpi_missing": bench.mpi is None,
+            "mpi_missing": bench.mpi_missing,
+            "others": bench.others,
             "times": bench.times,
         }
         args.out.write_text(json.dumps(results, indent=1))

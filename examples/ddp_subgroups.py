@@ -143,15 +143,17 @@ def train(args: argparse.Namespace) -> tuple[list[float], float]:
 
 
 def print_groups() -> None:
-    """What the backend did for each group of this rank."""
-    heads = ("group", "ranks", "operations", "MiB", "rounds", "batches", "ops/batch")
+    """What the backend did for each group of this rank: an operation runs in a batch or inline in the agreement."""
+    heads = ("operations", "MiB", "rounds", "inline", "batches", "ops/batch")
     print("\nwhat rank 0 asked of each group, and what it cost:")
-    print(f"{heads[0]:<16}{heads[1]:<14}" + "".join(f"{head:>12}" for head in heads[2:]))
+    print(f"{'group':<16}{'ranks':<14}" + "".join(f"{head:>12}" for head in heads))
     for name, s in multicomm.stats().items():
+        if s["operations"] == 0:
+            continue  # the default group, which only starts everything
         per_batch = f"{s['batched_operations'] / s['batches']:.1f}" if s["batches"] else "-"
         print(
             f"{name:<16}{s['ranks']!s:<14}{s['operations']:>12}{s['bytes'] / 2**20:>12.2f}{s['rounds']:>12}"
-            f"{s['batches']:>12}{per_batch:>12}"
+            f"{s['inline_operations']:>12}{s['batches']:>12}{per_batch:>12}"
         )
 
 

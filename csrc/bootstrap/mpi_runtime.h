@@ -4,13 +4,16 @@
 #include <mpi.h>
 #include <sys/types.h>
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "bootstrap/key_value_store.h"
 #include "bootstrap/pmix_node.h"
+#include "bootstrap/scoped_environment.h"
 
 namespace multicomm::bootstrap {
 
@@ -19,7 +22,7 @@ enum class Provider {
   kLauncher,        // mpirun, srun --mpi=pmix
   kPreinitialised,  // mpi4py or the user called MPI_Init before us
   kPmixServer,      // our server per node, under torchrun or any plain processes with a store
-  kSingleton,       // one process alone
+  kSingleton,       // one process alone, where no server could be had
 };
 
 inline constexpr int kFromMpi = -1;
@@ -39,7 +42,8 @@ struct BootstrapError : std::runtime_error {
 class MpiRuntime {
  public:
   // Blocking; needs every rank of the default world. Called again, checks that rank and size are still the same. Throws
-  // BootstrapError.
+  // BootstrapError. After a failure before MPI_Init it may be tried again, by all ranks; after a later one it fails
+  // again.
   static MpiRuntime& start(const WorldRequest& request);
   static MpiRuntime* current();  // null before start, and in a forked child
 
@@ -48,21 +52,29 @@ class MpiRuntime {
   int rank() const { return rank_; }
   int size() const { return size_; }
   std::string describe() const;
+  // Ranks whose process has ended without finalising MPI, as the nodes' servers saw it; empty where there is no server
+  // of ours.
+  std::vector<int> dead_ranks() const;
+  // What else was lost, in words: the node's server, the store. Empty as long as all is well.
+  std::string trouble() const;
   // At the end of the process; idempotent. MPI_Finalize waits for all ranks, so it is called only when all of them have
   // come here within `bound`; else, or with work pending, it is skipped and said so.
   void shutdown(std::chrono::milliseconds bound, bool work_pending) noexcept;
 
  private:
   explicit MpiRuntime(const WorldRequest& request);
-  void initialise(const WorldRequest& request);
-  bool all_came(std::chrono::milliseconds bound);
+  void prepare(const WorldRequest& request, ScopedEnvironment& environment);
+  void make_world(const WorldRequest& request);
+  std::string await_all(std::chrono::milliseconds bound);
+  void finalise(std::chrono::milliseconds bound);
+  void leave_unfinalised(const char* what, const std::string& why);
 
   const pid_t pid_;
   Provider provider_ = Provider::kSingleton;
   MPI_Comm world_ = MPI_COMM_NULL;
   int rank_ = 0;
   int size_ = 1;
-  bool shut_down_ = false;
+  std::atomic<bool> shut_down_{false};
   std::unique_ptr<PmixNode> node_;
 };
 

@@ -10,7 +10,6 @@ namespace multicomm::bootstrap {
 struct NodeConfig {
   std::string libpmix;                  // path of the library that libmpi uses: versions must match
   std::string name;                     // PMIx namespace of the job
-  std::string folder;                   // the server's temporary folder, removed at its end
   int node = 0;                         // this server's
   std::vector<std::string> hosts;       // per node
   std::vector<std::vector<int>> ranks;  // per node
@@ -24,7 +23,7 @@ struct NodeConfig {
 
   std::string to_text() const {
     std::ostringstream text;
-    text << libpmix << '\n' << name << '\n' << folder << '\n' << node << ' ' << hosts.size() << '\n';
+    text << libpmix << '\n' << name << '\n' << node << ' ' << hosts.size() << '\n';
     for (size_t n = 0; n < hosts.size(); ++n) {
       text << hosts[n] << ' ' << ranks[n].size();
       for (const int rank : ranks[n]) text << ' ' << rank;
@@ -39,7 +38,6 @@ struct NodeConfig {
     std::istringstream text(body);
     std::getline(text, config.libpmix);
     std::getline(text, config.name);
-    std::getline(text, config.folder);
     size_t nodes = 0;
     text >> config.node >> nodes;
     config.hosts.resize(nodes);

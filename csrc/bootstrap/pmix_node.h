@@ -1,9 +1,6 @@
 // One rank's part in giving the processes of a job a PMIx environment: who is on which node, one server per node.
 #pragma once
 
-#include <sys/types.h>
-
-#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -11,53 +8,53 @@
 #include <thread>
 #include <vector>
 
+#include "bootstrap/death_watch.h"
 #include "bootstrap/key_value_store.h"
 #include "bootstrap/node_config.h"
+#include "bootstrap/server_process.h"
+#include "bootstrap/start_agreement.h"
 
 namespace multicomm::bootstrap {
-
-// Prefix of all our keys in a store. torchrun's static rendezvous keeps one store over restarts, with the keys of the
-// attempts before; they must not be read again.
-std::string attempt_prefix();
 
 class PmixNode {
  public:
   // Blocking. Publishes this rank, waits for all ranks' publications, starts the node's server if this is the node's
-  // lowest rank. Throws std::runtime_error with the same text on every rank when any node fails, or with the missing
-  // ranks.
-  PmixNode(KeyValueStore& store, int rank, int world_size, std::chrono::milliseconds timeout,
+  // lowest rank. Throws std::runtime_error, with the same text on every rank, unless all ranks can enter MPI_Init now.
+  PmixNode(std::shared_ptr<KeyValueStore> store, int rank, int world_size, std::chrono::milliseconds timeout,
            const std::string& server);
   ~PmixNode();
   PmixNode(const PmixNode&) = delete;
   PmixNode& operator=(const PmixNode&) = delete;
 
   const std::map<std::string, std::string>& environment() const { return environment_; }
-  int local_size() const { return static_cast<int>(config_.ranks[static_cast<size_t>(config_.node)].size()); }
+  int local_size() const { return static_cast<int>(local().size()); }
   int nodes() const { return static_cast<int>(config_.hosts.size()); }
+  // Ranks whose process has ended without finalising MPI, and what else was lost.
+  std::vector<int> dead_ranks() const { return watch_->dead(); }
+  std::string trouble() const { return watch_->trouble(); }
   // After MPI_Finalize: waits, bounded, for the server to end, and for the other nodes where this process may host the
   // store.
   void finish();
 
  private:
-  bool leader() const { return config_.ranks[static_cast<size_t>(config_.node)].front() == rank_; }
-  std::vector<std::string> gather_hosts(KeyValueStore& store, std::chrono::steady_clock::time_point deadline);
+  const std::vector<int>& local() const { return config_.ranks[static_cast<size_t>(config_.node)]; }
+  bool leader() const { return local().front() == rank_; }
   void arrange_nodes(const std::vector<std::string>& published);
-  void start_server(const std::string& server);
-  void relay();
+  void serve(StartAgreement& agreement, const std::string& program);
+  void watch_deaths(StartAgreement& agreement);
+  void read_environment(const std::string& block);
 
   const int rank_;
-  const int world_size_;
-  std::string prefix_;
+  const std::shared_ptr<KeyValueStore> store_;
   NodeConfig config_;
+  std::string prefix_;
   std::map<std::string, std::string> environment_;
-  std::string server_environment_;
 
   // The lowest rank's of a node.
-  int socket_ = -1;
-  pid_t server_pid_ = -1;
-  std::unique_ptr<KeyValueStore> relay_store_;
-  std::unique_ptr<KeyValueStore> own_store_;
+  std::unique_ptr<ServerProcess> server_;
   std::thread relay_;
+
+  std::unique_ptr<DeathWatch> watch_;
 };
 
 }  // namespace multicomm::bootstrap

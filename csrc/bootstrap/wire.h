@@ -1,15 +1,25 @@
-// Messages on the socket between a node's lowest rank and the node's PMIx server.
-//   rank -> server   'C' the configuration (see NodeConfig)     'x' / 'f'  an exchange is done / has failed
-//   server -> rank   'R' ready: the environment for the ranks   'X' exchange a blob among nodes   'E' fatal error
+// Messages between ranks and their node's PMIx server.
+// On the socket pair of the node's lowest rank:
+//   rank -> server   'C' the configuration (see NodeConfig)   'x' / 'f'  an exchange is done / has failed   'Q' end now
+//   server -> rank   'R' ready: the server's folder, NUL, the environment for the ranks
+//                    'X' exchange a blob among nodes   'E' fatal error
+// On the connection that every local rank keeps:
+//   rank -> server   'H' I am rank id   'D' rank id, of another node, is dead
+//   server -> rank   'D' rank id is dead
 #pragma once
 
 #include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
 
 #include <cerrno>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
 namespace multicomm::bootstrap::wire {
+
+inline constexpr int kServerSocket = 3;  // the server's end of the socket pair
 
 struct Message {
   char type = 0;
@@ -60,6 +70,34 @@ inline bool receive(int fd, Message& message) {
   message.id = header.id;
   message.body.resize(header.size);
   return receive_bytes(fd, message.body.data(), message.body.size());
+}
+
+// The server's address for the local ranks, in the abstract namespace: no path to be too long, no file to be left
+// behind.
+inline socklen_t server_address(const std::string& job, int node, sockaddr_un& address) {
+  address = {};
+  address.sun_family = AF_UNIX;
+  const std::string name = job + "/" + std::to_string(node);
+  const size_t used = name.copy(address.sun_path + 1, sizeof(address.sun_path) - 1);
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + used);
+}
+
+// Abstract addresses carry no permissions: whoever is on the other end must be the same user.
+inline bool same_user(int fd) {
+  ucred peer{};
+  socklen_t size = sizeof(peer);
+  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
+}
+
+// -1 when there is no such server.
+inline int connect_to_server(const std::string& job, int node) {
+  sockaddr_un address;
+  const socklen_t size = server_address(job, node, address);
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return -1;
+  if (connect(fd, reinterpret_cast<const sockaddr*>(&address), size) == 0 && same_user(fd)) return fd;
+  close(fd);
+  return -1;
 }
 
 }  // namespace multicomm::bootstrap::wire

@@ -13,7 +13,7 @@ std::string join(const std::vector<int>& numbers) {
 
 }  // namespace
 
-JobInfo::JobInfo(const bootstrap::NodeConfig& config) {
+JobInfo::JobInfo(const bootstrap::NodeConfig& config, const std::string& folder) {
   const auto world = static_cast<size_t>(config.world_size());
   const auto& local = config.ranks[static_cast<size_t>(config.node)];
   std::string hosts, map;
@@ -31,8 +31,8 @@ JobInfo::JobInfo(const bootstrap::NodeConfig& config) {
   job_.add_uint32("pmix.local.size", local.size());
   job_.add("pmix.lpeers", join(local));
   job_.add("pmix.jobid", config.name);
-  job_.add("pmix.tmpdir", config.folder);
-  job_.add("pmix.nsdir", config.folder + "/job");
+  job_.add("pmix.tmpdir", folder);
+  job_.add("pmix.nsdir", folder + "/job");
   if (local.size() > std::thread::hardware_concurrency()) job_.add_flag("pmix.ndosub", true);  // more ranks than cores
   for (size_t node = 0; node < config.ranks.size(); ++node) {
     for (size_t i = 0; i < config.ranks[node].size(); ++i) {
@@ -44,7 +44,7 @@ JobInfo::JobInfo(const bootstrap::NodeConfig& config) {
       info.add_uint32("pmix.nodeid", node);
       info.add("pmix.hname", config.hosts[node]);
       info.add_uint32("pmix.appnum", 0);
-      info.add("pmix.pdir", config.folder + "/job/" + std::to_string(rank));
+      info.add("pmix.pdir", folder + "/job/" + std::to_string(rank));
       arrays_.push_back({kInfo, info.size(), info.data()});
       job_.add_array("pmix.pdata", &arrays_.back());
     }

@@ -43,7 +43,7 @@ class InfoList {
 // Everything about the job that MPI_Init asks for: sizes, nodes, who is where, each rank's place on its node.
 class JobInfo {
  public:
-  explicit JobInfo(const bootstrap::NodeConfig& config);
+  JobInfo(const bootstrap::NodeConfig& config, const std::string& folder);
   Info* data() { return job_.data(); }
   size_t size() const { return job_.size(); }
 

@@ -1,13 +1,13 @@
 // multicomm-pmix-server: gives the ranks of one node the PMIx service that MPI_Init needs where no MPI launcher does.
 // Started by the node's lowest rank with a socket as descriptor 3; not meant to be run by hand.
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <exception>
 #include <string>
-#include <vector>
 
 #include "bootstrap/pmix_server/server.h"
 #include "bootstrap/scoped_environment.h"
@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int kSocket = 3;
+constexpr int kSocket = multicomm::bootstrap::wire::kServerSocket;
 
 // Whatever the rank had open (its store's connections, its log files) must not stay open here.
 void close_inherited() {
@@ -28,21 +28,17 @@ void close_inherited() {
 
 // An outer launcher's variables would make libpmix a client of that launcher.
 void clean_environment() {
-  std::vector<std::string> names;
-  for (char** entry = environ; *entry != nullptr; ++entry) {
-    const std::string_view text(*entry);
-    const std::string_view name = text.substr(0, text.find('='));
-    if (multicomm::bootstrap::is_launcher_variable(name)) names.emplace_back(name);
-  }
-  for (const std::string& name : names) unsetenv(name.c_str());
+  using namespace multicomm::bootstrap;
+  for (const std::string& name : names_of(is_launcher_variable)) unsetenv(name.c_str());
 }
 
 }  // namespace
 
 int main() {
   namespace wire = multicomm::bootstrap::wire;
-  // Out of the launcher's process group: it outlives a kill of the ranks just long enough to clean up behind them.
-  setsid();
+  // It has a session of its own, and a polite end of everything on the node is for the ranks first: it outlives them
+  // just long enough to clean up behind them.
+  for (const int polite : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(polite, SIG_IGN);
   close_inherited();
   clean_environment();
   wire::Message message;
@@ -55,7 +51,9 @@ int main() {
     setenv("PMIX_MCA_gds", "hash", 0);  // the shared-memory store must map at one fixed address in every rank
     setenv("PMIX_HOSTNAME", config.hosts[static_cast<size_t>(config.node)].c_str(), 1);  // node names may be made up
     multicomm::pmix::Server server(config, kSocket);
-    if (!wire::send(kSocket, 'R', 0, server.start())) return 1;
+    const std::string environment = server.start();
+    // With nobody there to read it, the ranks may be gone or not: run() finds out.
+    wire::send(kSocket, 'R', 0, server.folder() + '\0' + environment);
     server.run();
     server.stop();
   } catch (const std::exception& error) {

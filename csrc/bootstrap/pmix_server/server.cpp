@@ -2,13 +2,15 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -53,13 +55,23 @@ Status on_group(int operation, char* name, const Proc* procs, size_t count, cons
   return instance->group(name, procs, count, reply, context);
 }
 
-// A process that can be waited for by poll(); -1 when it is gone already.
-int watch_process(int pid) { return static_cast<int>(syscall(SYS_pidfd_open, pid, 0)); }
+// The folder of libpmix's and the ranks' files.
+std::string make_folder() {
+  std::string folder = (std::filesystem::temp_directory_path() / "multicomm-XXXXXX").string();
+  if (mkdtemp(folder.data()) == nullptr)
+    throw std::runtime_error("no temporary folder: " + std::string(std::strerror(errno)));
+  return folder;
+}
 
 }  // namespace
 
 Server::Server(bootstrap::NodeConfig config, int socket)
-    : config_(std::move(config)), library_(config_.libpmix), socket_(socket), wake_(eventfd(0, EFD_CLOEXEC)) {
+    : config_(std::move(config)),
+      library_(config_.libpmix),
+      socket_(socket),
+      wake_(eventfd(0, EFD_CLOEXEC)),
+      watch_(config_.name, config_.node, config_.ranks[static_cast<size_t>(config_.node)], config_.pids),
+      folder_(make_folder()) {
   for (size_t node = 0; node < config_.ranks.size(); ++node)
     for (const int rank : config_.ranks[node]) node_of_[rank] = static_cast<int>(node);
   instance = this;
@@ -67,8 +79,8 @@ Server::Server(bootstrap::NodeConfig config, int socket)
 
 std::string Server::start() {
   const auto& local = config_.ranks[static_cast<size_t>(config_.node)];
-  std::filesystem::create_directories(config_.folder + "/job");
-  for (const int rank : local) std::filesystem::create_directories(config_.folder + "/job/" + std::to_string(rank));
+  std::filesystem::create_directories(folder_ + "/job");
+  for (const int rank : local) std::filesystem::create_directories(folder_ + "/job/" + std::to_string(rank));
 
   static ServerModule module{};
   module.client_connected = on_connected;
@@ -78,13 +90,13 @@ std::string Server::start() {
   module.job_control = on_job_control;
   module.group = on_group;
   InfoList server;
-  server.add("pmix.srvr.tmpdir", config_.folder);
-  server.add("pmix.sys.tmpdir", config_.folder);
+  server.add("pmix.srvr.tmpdir", folder_);
+  server.add("pmix.sys.tmpdir", folder_);
   server.add("pmix.srv.nspace", config_.name + "-server");
   server.add_rank("pmix.srv.rank", static_cast<Rank>(config_.node));
   library_.check(library_.server_init(&module, server.data(), server.size()), "PMIx_server_init");
 
-  JobInfo job(config_);
+  JobInfo job(config_, folder_);
   {
     Completion completion;
     const Status status = library_.register_nspace(config_.name.c_str(), static_cast<int>(local.size()), job.data(),
@@ -183,18 +195,23 @@ Status Server::group(const char* name, const Proc* procs, size_t count, InfoCall
   return kSuccess;
 }
 
-void Server::receive() {
+bool Server::receive() {
   wire::Message message;
-  if (!wire::receive(socket_, message)) return lose_parent();
+  if (!wire::receive(socket_, message)) {
+    lose_parent();
+    return true;
+  }
+  if (message.type == 'Q') return false;
   Reply reply;
   {
     const std::lock_guard lock(mutex_);
     const auto it = replies_.find(message.id);
-    if (it == replies_.end()) return;
+    if (it == replies_.end()) return true;
     reply = std::move(it->second);
     replies_.erase(it);
   }
   reply(message.type == 'x', message.body);
+  return true;
 }
 
 void Server::lose_parent() {
@@ -208,36 +225,31 @@ void Server::lose_parent() {
 }
 
 void Server::run() {
-  std::map<Rank, int> alive;  // rank -> descriptor that becomes readable when the process ends
-  const auto& local = config_.ranks[static_cast<size_t>(config_.node)];
-  for (size_t i = 0; i < local.size(); ++i) alive[static_cast<Rank>(local[i])] = watch_process(config_.pids[i]);
-  while (!alive.empty()) {
+  while (!watch_.all_done()) {
     bool listen;
     {
       const std::lock_guard lock(mutex_);
       listen = !parent_gone_;
     }
     std::vector<pollfd> watched{{wake_, POLLIN, 0}, {listen ? socket_ : -1, POLLIN, 0}};
-    for (const auto& [rank, process] : alive) watched.push_back({process, POLLIN, 0});
-    if (poll(watched.data(), watched.size(), -1) < 0) continue;
+    int timeout = -1;
+    watch_.prepare(watched, timeout);
+    if (poll(watched.data(), watched.size(), timeout) < 0) continue;
     if (watched[0].revents != 0) {
       uint64_t ignored;
       if (read(wake_, &ignored, sizeof(ignored)) < 0) std::perror("multicomm-pmix-server: eventfd");
     }
-    if (watched[1].revents != 0) receive();
-    size_t at = 2;
-    const std::lock_guard lock(mutex_);
-    for (auto it = alive.begin(); it != alive.end(); ++at) {
-      const bool gone = it->second < 0 || watched[at].revents != 0;
-      if (gone || finalized_.count(it->first) > 0) {
-        if (it->second >= 0) close(it->second);
-        it = alive.erase(it);
-      } else {
-        ++it;
-      }
+    if (watched[1].revents != 0 && !receive()) return;
+    std::set<Rank> finalized;
+    {
+      const std::lock_guard lock(mutex_);
+      finalized = finalized_;
     }
+    watch_.handle(&watched[2], finalized);
   }
 }
+
+Server::~Server() { remove_folder(); }
 
 void Server::stop() {
   std::this_thread::sleep_for(
@@ -246,10 +258,14 @@ void Server::stop() {
   library_.deregister_nspace(config_.name.c_str(), Completion::done, &completion);
   completion.wait();
   library_.server_finalize();
+  remove_folder();
+}
+
+void Server::remove_folder() const {
   // Ranks remove their session folders after PMIx_Finalize, at the same time as we do: again until it is gone.
   std::error_code error;
-  for (int i = 0; i < 50 && std::filesystem::exists(config_.folder, error); ++i) {
-    std::filesystem::remove_all(config_.folder, error);
+  for (int i = 0; i < 50 && std::filesystem::exists(folder_, error); ++i) {
+    std::filesystem::remove_all(folder_, error);
     if (error) std::this_thread::sleep_for(20ms);
   }
 }

@@ -10,6 +10,7 @@
 
 #include "bootstrap/node_config.h"
 #include "bootstrap/pmix_server/library.h"
+#include "bootstrap/pmix_server/rank_watch.h"
 
 namespace multicomm::pmix {
 
@@ -17,10 +18,15 @@ class Server {
  public:
   // `socket` leads to the node's lowest rank, which exchanges blobs with the other nodes for us.
   Server(bootstrap::NodeConfig config, int socket);
+  ~Server();  // removes the temporary folder
+  Server(const Server&) = delete;
+  Server& operator=(const Server&) = delete;
+
+  const std::string& folder() const { return folder_; }
 
   // Registers job and clients with libpmix; returns the environment for the ranks, NUL-terminated entries.
   std::string start();
-  // Serves until every local rank has finalised MPI or its process is gone.
+  // Serves until every local rank has finalised MPI or its process is gone, or until told to end.
   void run();
   // Deregisters and removes the temporary folder.
   void stop();
@@ -34,13 +40,16 @@ class Server {
   using Reply = std::function<void(bool ok, const std::string& blobs)>;
   std::string nodes_of(const Proc* procs, size_t count) const;
   void exchange(const std::string& key, const std::string& nodes, const std::string& blob, Reply reply);
-  void receive();
+  bool receive();  // false when told to end
   void lose_parent();
+  void remove_folder() const;
 
   const bootstrap::NodeConfig config_;
   const Library library_;
   const int socket_;
   const int wake_;  // eventfd: a rank has finalised
+  RankWatch watch_;
+  const std::string folder_;
   std::map<int, int> node_of_;
 
   std::mutex mutex_;

@@ -15,6 +15,8 @@ using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kSettingsBytes = 512;
+constexpr std::chrono::microseconds kShortestPause = 100us;  // between two looks into the store
+constexpr std::chrono::microseconds kLongestPause = 10ms;
 constexpr int64_t kTags = 32'767;  // MPI guarantees tags up to this
 
 std::string members_text(const std::vector<int>& ranks) {
@@ -138,7 +140,7 @@ void GroupMaker::ensure_started(const bootstrap::WorldRequest& request) {
 
 void GroupMaker::run() {
   pthread_setname_np(pthread_self(), "mc-maker");
-  auto pause = 100us;
+  auto pause = kShortestPause;
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     std::vector<GroupRequest> fresh = std::exchange(requests_, {});
@@ -157,47 +159,44 @@ void GroupMaker::run() {
     for (GroupRequest& request : fresh) {
       const auto deadline = Clock::now() + request.timeout;
       pending_.push_back({std::move(request), {}, deadline});
-      pause = 100us;
     }
     for (const auto& channel : to_free) static_cast<MpiChannel&>(*channel).free_communicators();
-    pending_.remove_if([this](Pending& pending) { return advance(pending); });
-    reap(false);
+    pending_.remove_if([this](Pending& pending) { return !look(pending); });
+    const bool made = make_next();
+    if (made || !fresh.empty()) pause = kShortestPause;
 
     lock.lock();
     const auto woken = [this] { return stopping_ || !requests_.empty() || !starts_.empty() || !to_free_.empty(); };
-    if (pending_.empty() && making_.empty()) {
+    if (pending_.empty()) {
       changed_.wait(lock, woken);
-    } else {
+    } else if (!made) {
       changed_.wait_for(lock, pause, woken);
-      pause = std::min<std::chrono::microseconds>(pause * 2, 10ms);
+      pause = std::min(pause * 2, kLongestPause);
     }
   }
-  lock.unlock();
-  reap(true);
-  lock.lock();
   ended_ = true;
   changed_.notify_all();
 }
 
-bool GroupMaker::advance(Pending& pending) {
+// Announces the group, and reads its place in the order once it is complete. False when it has failed.
+bool GroupMaker::look(Pending& pending) {
   try {
-    if (!pending.announced) {
+    if (pending.keys.empty()) {
       ensure_started(pending.request.world);
       announce(pending);
     }
-    if (pending.request.world.store->check(pending.keys + "complete")) {
-      create(pending);
-      return true;
-    }
-    if (Clock::now() < pending.deadline) return false;
-    pending.request.failed(
-        "not every rank of the group has made it within its time-out: " + missing_members(pending) +
-            " did not come (they have not called new_group for these ranks, or fewer times than the others)",
-        true);
+    auto& store = *pending.request.world.store;
+    if (pending.order == 0 && store.check(pending.keys + "complete"))
+      pending.order = std::stoll(store.get(pending.keys + "complete", 10s));
+    if (pending.order != 0 || Clock::now() < pending.deadline) return true;
+    pending.request.failed("not every rank of the group has made it within its time-out: " + missing_members(pending) +
+                               " did not come (they have not called new_group for these ranks, or fewer times than the "
+                               "others)",
+                           true);
   } catch (const std::exception& error) {
     pending.request.failed(error.what(), false);
   }
-  return true;
+  return false;
 }
 
 // The keys name the members and how often this rank has announced a group of just these members, counted in the store.
@@ -216,21 +215,32 @@ void GroupMaker::announce(Pending& pending) {
     store.set(pending.keys + "tag", std::to_string(tag % kTags));
   }
   store.set(pending.keys + "member/" + self, "1");
-  pending.announced = true;
   if (store.add(pending.keys + "members", 1) != static_cast<int64_t>(ranks.size())) return;
-  store.set(pending.keys + "complete", "1");
+  // The last one to come draws the group's place in the order in which complete groups are made.
+  store.set(pending.keys + "complete", std::to_string(store.add(bootstrap::attempt_prefix() + "group/order", 1)));
 }
 
-void GroupMaker::create(Pending& pending) {
-  const int tag = std::stoi(pending.request.world.store->get(pending.keys + "tag", 10s));
-  auto finished = std::make_shared<std::atomic<bool>>(false);
-  const MPI_Comm world = bootstrap::MpiRuntime::current()->world();
-  making_.push_back({std::thread([request = std::move(pending.request), world, tag, finished, &shared = shared_] {
-                       pthread_setname_np(pthread_self(), "mc-make-group");
-                       make_channel(request, world, tag, shared);
-                       finished->store(true);
-                     }),
-                     finished});
+// Makes the first complete group in the order. All ranks go by the same order, so of all groups being made the first is
+// always first for each of its members: nobody waits in a circle. A group whose members are all counted but whose place
+// is not published yet may come before; one that is not counted in full will draw a later place.
+bool GroupMaker::make_next() {
+  auto next = pending_.end();
+  for (auto it = pending_.begin(); it != pending_.end(); ++it) {
+    if (it->order != 0 && (next == pending_.end() || it->order < next->order)) next = it;
+  }
+  if (next == pending_.end()) return false;
+  try {
+    for (const Pending& other : pending_) {
+      const auto members = static_cast<int64_t>(other.request.ranks.size());
+      if (other.order == 0 && other.request.world.store->add(other.keys + "members", 0) == members) return false;
+    }
+    const int tag = std::stoi(next->request.world.store->get(next->keys + "tag", 10s));
+    make_channel(next->request, bootstrap::MpiRuntime::current()->world(), tag, shared_);
+  } catch (const std::exception& error) {
+    next->request.failed(error.what(), false);
+  }
+  pending_.erase(next);
+  return true;
 }
 
 std::string GroupMaker::missing_members(Pending& pending) const {
@@ -240,19 +250,6 @@ std::string GroupMaker::missing_members(Pending& pending) const {
     text += (text.empty() ? "" : ", ") + std::to_string(pending.request.ranks[r]);
   }
   return "rank " + text;
-}
-
-void GroupMaker::reap(bool all) {
-  for (auto it = making_.begin(); it != making_.end();) {
-    if (!all && !it->finished->load()) {
-      ++it;
-      continue;
-    }
-    // At the end a creation may hang on a member that is gone: it is left to the operating system.
-    if (it->finished->load()) it->thread.join();
-    else it->thread.detach();
-    it = making_.erase(it);
-  }
 }
 
 void GroupMaker::stop(std::chrono::milliseconds bound, bool work_pending) {

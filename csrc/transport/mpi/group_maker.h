@@ -1,7 +1,6 @@
 // Starts MPI and makes the groups' communicators, in the background.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -29,10 +28,10 @@ struct GroupRequest {
   std::function<void(const std::string& why, bool timed_out)> failed;
 };
 
-// Members announce themselves in the store; when all are there, the communicator is made by its members alone. Each
-// complete group is made on a thread of its own: three ranks that make {0,1}, {1,2}, {2,0} starting with different
-// pairs would wait for each other in a circle on one thread, and MPI_Comm_create_group holds up unrelated creations
-// while it waits for a late member, hence the announcements first.
+// Members announce themselves in the store; when all are there, the communicator is made by its members alone
+// (MPI_Comm_create_group, which would hold up unrelated creations while it waited for a late member). Complete groups
+// are made one after the other, in an order drawn in the store that is the same on all ranks: three ranks that make
+// {0,1}, {1,2}, {2,0}, each starting with another pair, would otherwise wait for each other in a circle.
 class GroupMaker {
  public:
   explicit GroupMaker(Shared& shared) : shared_(shared) {}
@@ -50,20 +49,15 @@ class GroupMaker {
     GroupRequest request;
     std::string keys;  // prefix of this creation's keys
     std::chrono::steady_clock::time_point deadline;
-    bool announced = false;
-  };
-  struct Making {
-    std::thread thread;
-    std::shared_ptr<std::atomic<bool>> finished;
+    int64_t order = 0;  // place among complete groups; 0 until all members have come
   };
 
   void run();
   void ensure_started(const bootstrap::WorldRequest& request);
-  bool advance(Pending& pending);  // true when the group is out of this thread's hands
+  bool look(Pending& pending);
   void announce(Pending& pending);
-  void create(Pending& pending);
+  bool make_next();
   std::string missing_members(Pending& pending) const;
-  void reap(bool all);
 
   Shared& shared_;
   std::unique_ptr<Types> types_;
@@ -78,7 +72,6 @@ class GroupMaker {
 
   // The maker thread's own.
   std::list<Pending> pending_;
-  std::list<Making> making_;
   int64_t next_tag_ = 0;  // published by the lowest rank of a group, never assumed by others
 
   std::thread thread_;
