@@ -28,6 +28,7 @@ $(VENV)/.test-tools: $(VENV)/.tools requirements-test.txt
 	touch $@
 
 # The engine with simulated ranks: no torch, no MPI; always under the address and undefined-behaviour sanitizers.
+comma := ,
 SIM := build/sim
 SIM_SOURCES := $(wildcard csrc/coordinator/*.cpp csrc/transport/sim/*.cpp)
 SIM_OBJECTS := $(patsubst csrc/%.cpp,$(SIM)/%.o,$(SIM_SOURCES))
@@ -47,6 +48,13 @@ $(SIM)/tests/%.o: tests/cpp/%.cpp
 $(SIM)/simulate $(SIM)/engine_test: $(SIM)/%: $(SIM)/tests/%.o $(SIM_OBJECTS)
 	$(CXX) $(SIM_FLAGS) $^ -o $@
 
+# The engine's threads (driver, completion, callers) under the thread sanitizer.
+TSAN := build/tsan
+TSAN_FLAGS := $(subst address$(comma)undefined,thread,$(SIM_FLAGS))
+$(TSAN)/threads_test: tests/cpp/threads_test.cpp $(SIM_SOURCES) $(wildcard csrc/*/*.h csrc/*/*/*.h)
+	@mkdir -p $(@D)
+	$(CXX) $(TSAN_FLAGS) tests/cpp/threads_test.cpp $(SIM_SOURCES) -o $@
+
 -include $(SIM_OBJECTS:.o=.d) $(wildcard $(SIM)/tests/*.d)
 .PRECIOUS: $(SIM)/tests/%.o
 
@@ -56,7 +64,7 @@ simulate: $(SIM)/simulate
 demo: all
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/ddp_subgroups.py
 
-test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test
+test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test
 	$(BIN)/python -m pytest
 
 lint: all $(VENV)/.test-tools

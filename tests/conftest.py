@@ -33,5 +33,9 @@ def pool(
     return pools[world]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", r"ignore:.*torch\.jit:DeprecationWarning")  # torch's own use
+
+
 def pytest_report_header() -> str:
     return f"backend under test: {BACKEND}"

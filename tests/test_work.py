@@ -5,6 +5,7 @@ drop it; and when the tensors are let go.
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -90,6 +91,28 @@ def test_a_wait_with_a_limit_gives_up_the_waiter_only(me: Rank, size: int) -> No
 def with_future(operation: str) -> object:
     lacking = ("all_to_all_uneven", "send_recv", "reduce_scatter", "reduce_scatter_tensor")
     return pytest.param(operation, marks=[unless_gloo("has no future here")] if operation in lacking else [])
+
+
+@unless_gloo("does not look for signals while it waits")
+@on_ranks(2)
+def test_signals_interrupt_a_wait(me: Rank) -> None:
+    """Ctrl-C works, and leaves the operation as it was."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise InterruptedError("planned")
+
+    if me.rank == 1:
+        me.await_signal("interrupted")
+    data = filled(1, 4)
+    work = dist.all_reduce(data, async_op=True)
+    if me.rank == 0:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        raises(work.wait, "wait", InterruptedError, "planned")
+        signal.signal(signal.SIGALRM, before)
+        me.signal("interrupted")
+    work.wait()
+    same(data, filled(2, 4), "all_reduce")
 
 
 @pytest.mark.parametrize("operation", [with_future(operation) for operation in OPERATIONS])

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent.parent
-BACKEND = os.environ.get("MULTICOMM_TEST_BACKEND", "multicomm")
+_FOR_RANKS = "TEST_BACKEND"  # multicomm refuses MULTICOMM_* names that it does not know
+BACKEND = os.environ.get("MULTICOMM_TEST_BACKEND", os.environ.get(_FOR_RANKS, "multicomm"))
 SEED = os.environ.get("MULTICOMM_TEST_SEED")
 
 # Left over from a launcher around pytest itself, these would tell a rank that it belongs to another job.
@@ -33,10 +34,7 @@ def seed_of(test_name: str) -> int:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without a launcher's variables and without the suite's own.
-
-    The suite's go because multicomm refuses MULTICOMM_* names that it does not know.
-    """
+    """This process's environment without a launcher's variables."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -44,6 +42,7 @@ def clean_environment() -> dict[str, str]:
         and not name.startswith("MULTICOMM_TEST_")
         and name not in _LAUNCHER_NAMES
     }
+    environment[_FOR_RANKS] = BACKEND
     environment["OMP_NUM_THREADS"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), environment.get("PYTHONPATH", "")]))
     return environment

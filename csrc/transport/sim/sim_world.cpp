@@ -53,6 +53,7 @@ class SimChannel final : public Channel, ControlPlane, DataPlane {
   void set_sink(PointToPointSink*) override {}
 
   void start_round(const Record& mine, Record& result, Completion& done) override {
+    const std::lock_guard lock(world_.mutex());
     Rendezvous& r = control_.join(member_);
     if (!r.entries.empty()) throw OrderViolation("a round met a table");
     r.records.push_back(&mine);
@@ -69,6 +70,7 @@ class SimChannel final : public Channel, ControlPlane, DataPlane {
   }
 
   void start_table(const TableEntry& mine, TableEntry* all, Completion& done) override {
+    const std::lock_guard lock(world_.mutex());
     Rendezvous& r = control_.join(member_);
     if (!r.records.empty()) throw OrderViolation("a table met a round");
     r.entries.resize(static_cast<size_t>(control_.size));
@@ -81,6 +83,7 @@ class SimChannel final : public Channel, ControlPlane, DataPlane {
   }
 
   void launch(Batch& batch, Completion& done) override {
+    const std::lock_guard lock(world_.mutex());
     Rendezvous& r = data_.join(member_);
     r.batches.push_back(&batch);
     enter(data_, r, done, [](Rendezvous& all) { execute(all.batches); });
@@ -145,22 +148,25 @@ std::vector<GroupPtr> SimWorld::make_group(const std::string& name, const std::v
 }
 
 size_t SimWorld::Rank::poll() {
-  size_t count = 0;
-  for (auto completions = std::exchange(arrived, {}); const auto& completion : completions) {
-    completion();
-    ++count;
+  std::deque<std::function<void()>> taken;
+  {
+    const std::lock_guard lock(world.mutex_);
+    taken.swap(arrived);
   }
-  return count;
+  for (const auto& completion : taken) completion();
+  return taken.size();
 }
 
 void SimWorld::Rank::completed(OperationPtr operation) {
+  if (sink != nullptr) return sink->completed(std::move(operation));
   if (operation->claim_finalize()) operation->finalize();
 }
 
 bool SimWorld::step(int rank) { return ranks_[static_cast<size_t>(rank)]->coordinator.step(now_); }
 
 void SimWorld::schedule(int rank, std::function<void()> completion) {
-  under_way_.push_back({rank, std::move(completion)});
+  if (at_once_) ranks_[static_cast<size_t>(rank)]->arrived.push_back(std::move(completion));
+  else under_way_.push_back({rank, std::move(completion)});
 }
 
 bool SimWorld::deliver_one() {

@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -58,6 +59,11 @@ class SimWorld {
   // One handle per member, in group order; connected at once, or by connect().
   std::vector<GroupPtr> make_group(const std::string& name, const std::vector<int>& members);
 
+  // For tests with real threads: deliveries are made at once, and finished operations go to `sink` (null: finalized in
+  // place).
+  void deliver_at_once() { at_once_ = true; }
+  void set_sink(int rank, CompletionSink* sink) { ranks_[static_cast<size_t>(rank)]->sink = sink; }
+
   bool step(int rank);  // one step of the rank's coordinator
   bool deliver_one();   // hands one pending completion, chosen at random, to its rank
   bool quiet() const;   // nothing is under way
@@ -68,6 +74,7 @@ class SimWorld {
 
   // For the communicators.
   void schedule(int rank, std::function<void()> completion);
+  std::mutex& mutex() { return mutex_; }
 
  private:
   struct Rank final : Progress, CompletionSink {
@@ -76,13 +83,16 @@ class SimWorld {
     void completed(OperationPtr operation) override;
     Coordinator coordinator;
     SimWorld& world;
-    std::deque<std::function<void()>> arrived;  // delivered, not yet polled
+    std::deque<std::function<void()>> arrived;  // delivered, not yet polled; guarded by the world's mutex
+    CompletionSink* sink = nullptr;
   };
   struct Delivery {
     int rank;
     std::function<void()> completion;
   };
 
+  std::mutex mutex_;  // owns the network: communicators and deliveries
+  bool at_once_ = false;
   Random random_;
   std::vector<std::unique_ptr<Rank>> ranks_;
   std::vector<std::unique_ptr<SimCommunicator>> communicators_;

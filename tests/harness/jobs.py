@@ -1,0 +1,147 @@
+"""Launches whole jobs, for tests of how a job starts and ends; and looks for what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from harness.settings import clean_environment
+
+_SHARED_MEMORY = Path("/dev/shm")
+_MARK = "TEST_JOB"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has ended."""
+
+    returncode: int
+    output: str
+    seconds: float
+
+    def check(self, *, ok: bool = True) -> Job:
+        """Fails the test unless the job ended as it should."""
+        if (self.returncode == 0) != ok:
+            pytest.fail(f"the job ended with {self.returncode}:\n{self.output[-6000:]}", pytrace=False)
+        return self
+
+    def says(self, text: str, times: int | None = None) -> None:
+        found = self.output.count(text)
+        if not found or (times is not None and found != times):
+            wanted = f"{times} times" if times else "at all"
+            pytest.fail(f"{text!r} is {found} times in the output, not {wanted}:\n{self.output[-6000:]}", pytrace=False)
+
+
+def launch(
+    body: Callable[[], None],
+    ranks: int | None,
+    folder: Path,
+    *options: str,
+    limit: float = 60.0,
+    environment: dict[str, str] | None = None,
+) -> Job:
+    """Runs `body` on `ranks` ranks under torchrun, or in one plain process where `ranks` is None.
+
+    The body is a function at the top level of a test module. Temporary files of the job go to `folder`.
+    Fails the test if the job does not end in time, or leaves processes, shared memory or files behind.
+    """
+    mark = uuid.uuid4().hex
+    before = _shared_memory()
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    variables = clean_environment() | {_MARK: mark, "TMPDIR": str(temporary)} | (environment or {})
+    call = ["harness.job_main", body.__module__, body.__name__, str(limit - 5)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *(launcher if ranks else []), "-m", *call],
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        _kill(_processes(mark, process.pid))
+        output, _ = process.communicate()
+        pytest.fail(f"the job did not end within {limit:g} s:\n{output[-6000:]}", pytrace=False)
+    job = Job(process.returncode, output, time.monotonic() - begin)
+    _check_nothing_is_left(mark, process.pid, before, temporary, output)
+    return job
+
+
+def _check_nothing_is_left(mark: str, session: int, before: set[str], temporary: Path, output: str) -> None:
+    def leftovers() -> dict[str, object]:
+        found = {
+            "processes": _processes(mark, session),
+            "shared memory": sorted(_shared_memory() - before - _in_use()),
+            "files": sorted(str(path) for path in temporary.glob("*multicomm*")),
+        }
+        return {what: things for what, things in found.items() if things}
+
+    deadline = time.monotonic() + 8
+    while (left := leftovers()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if left:
+        described = {pid: _command(pid) for pid in left.get("processes", [])}
+        _kill(list(described))
+        pytest.fail(f"left behind: {left} {described}\n{output[-3000:]}", pytrace=False)
+
+
+def _processes(mark: str, session: int) -> list[int]:
+    """Processes of a job: of its session, or with its mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            marked = f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if fields[0] != "Z" and (marked or int(fields[3]) == session):
+            found.append(int(entry.name))
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return "gone"
+
+
+def _kill(processes: list[int]) -> None:
+    for pid in processes:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _shared_memory() -> set[str]:
+    return {entry.name for entry in _SHARED_MEMORY.iterdir()}
+
+
+def _in_use() -> set[str]:
+    """Entries of shared memory that some process maps: those of other jobs on this machine."""
+    used = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text().splitlines()
+        except OSError:
+            continue
+        used |= {line.split("/dev/shm/", 1)[1].split()[0].split("/")[0] for line in lines if "/dev/shm/" in line}
+    return used
