@@ -59,8 +59,8 @@ std::string seconds_text(std::chrono::milliseconds time) {
   return text;
 }
 
-// A rank has two busy threads at times, its own and the maker or the coordinator. Where they outnumber the cores, a thread
-// that spins inside MPI keeps the very peer from running that it waits for: making a group then takes seconds.
+// A rank has two busy threads at times, its own and the maker or the coordinator. Where they outnumber the cores, a
+// thread that spins inside MPI keeps the very peer from running that it waits for: making a group then takes seconds.
 void yield_where_crowded(int local_size, ScopedEnvironment& environment) {
   if (2 * local_size > available_cores()) environment.set_default("OMPI_MCA_mpi_yield_when_idle", "1");
 }
