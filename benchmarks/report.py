@@ -10,6 +10,7 @@ from typing import Any
 Row = dict[str, Any]
 DISTURBED = 0.10  # share of the cores used by others above which spinning contenders, MPI first, measure them
 IDLE_LIMIT = 0.01
+OTHER_MPI = {"mpi_blocking": "by MPI_Allreduce, one by one", "mpi_nonblocking": "by MPI_Iallreduce"}  # not judged
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def summarise(results: dict[str, Any]) -> list[Row]:
             row["ms"] = {who: statistics.median(values) * 1e3 for who, values in times.items()}
             row["gloo"] = Ratio.of(times.get("gloo"), times["multicomm"])
             row["mpi"] = Ratio.of(times["multicomm"], times.get("mpi"))
+            row.update({who: Ratio.of(times["multicomm"], times.get(who)) for who in OTHER_MPI})
             row["met"], row["verdict"] = judge(target, row["gloo"], row["mpi"])
         rows.append(row)
     return rows
@@ -114,8 +116,9 @@ def print_table(rows: list[Row], results: dict[str, Any]) -> None:
         others = number(row["others"], "{:.0%}")
         gloo, mpi = row["gloo"] or "-", row["mpi"] or "-"
         line(row["target"].title, cells[0], cells[1], gloo, cells[2], mpi, row["target"].wanted, row["verdict"], others)
-        if "mpi_nonblocking" in ms:
-            line("  MPI_Iallreduce instead", "", "", "", number(ms["mpi_nonblocking"], "{:.3f}"), "", "", "", "")
+        for who, title in OTHER_MPI.items():
+            if who in ms:
+                line(f"  {title}", "", "", "", f"{ms[who]:.3f}", row[who], "", "", "")
     print(
         "\nTimes in ms: medians over repetitions, of the slowest rank. Ratios: of these medians; in brackets the"
         "\nquartiles of the ratios within each repetition. ~: the target lies between them."
@@ -149,7 +152,7 @@ def plot(rows: list[Row], file: Path) -> bool:
     figure, axes = plt.subplots(figsize=(9, 4.8), layout="constrained")
     axes.set_xscale("log")
     extremes = [1.0]
-    kinds = (("gloo", "than Gloo", "#2f6f9f", 0.2), ("mpi", "than bare MPI (mpi4py)", "#c98a1b", -0.2))
+    kinds = (("gloo", "as Gloo", "#2f6f9f", 0.2), ("mpi", "as bare MPI (mpi4py)", "#c98a1b", -0.2))
     for who, label, colour, shift in kinds:
         for y, row in enumerate(rows):
             ms, limit = row["ms"], getattr(row["target"], who)

@@ -169,6 +169,10 @@ class Bench:
             contenders["mpi"] = lambda: mpi.Request.Waitall(
                 [duplicates[i % groups].Iallreduce(mpi.IN_PLACE, array) for i, array in enumerate(arrays)]
             )
+            # Open MPI's nonblocking all-reduce is much slower than its blocking one on large tensors: both are shown.
+            contenders["mpi_blocking"] = lambda: [
+                duplicates[i % groups].Allreduce(mpi.IN_PLACE, array) for i, array in enumerate(arrays)
+            ]
         self.run(name, contenders, data, repetitions)
         for duplicate in duplicates:
             duplicate.Free()

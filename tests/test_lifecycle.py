@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, needs_multicomm, raises, same
+from harness import BACKEND, needs_multicomm, raises, same, unless_gloo
 from harness.jobs import launch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -125,6 +125,7 @@ def dies_in_its_first_life() -> None:
     say(f"done in life {os.environ['TORCHELASTIC_RESTART_COUNT']}")
 
 
+@unless_gloo("finds the addresses of the dead ranks in the store again")
 def test_a_job_that_is_restarted(tmp_path: Path) -> None:
     job = launch(dies_in_its_first_life, 2, tmp_path, "--max-restarts", "1").check()
     job.says("done in life 1", 2)
@@ -185,6 +186,31 @@ def test_a_second_backend(tmp_path: Path) -> None:
 
 def test_gloo_as_the_second_backend(tmp_path: Path) -> None:
     launch(gloo_beside_it, 3, tmp_path).check().says("gloo beside it", 3)
+
+
+def uneven_numbers_of_local_groups() -> None:
+    dist.init_process_group(BACKEND)
+    rank, begin = dist.get_rank(), time.monotonic()
+    if rank == 0:  # torch derives a group's name from how many groups this rank has made
+        dist.new_group([0], use_local_synchronization=True)
+    limit = timedelta(seconds=8)
+    try:
+        group = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True, timeout=limit)
+        check_sum(group)
+        outcome = "works"
+    except RuntimeError as error:
+        outcome = f"is refused: {error}"
+    assert time.monotonic() - begin < 25, outcome
+    say(f"a pair {outcome}")
+    check_sum()
+
+
+@needs_multicomm("hangs")
+def test_local_groups_whose_names_differ_end_in_time(tmp_path: Path) -> None:
+    """Works, or is an error soon; the pair whose names agree works in any case."""
+    job = launch(uneven_numbers_of_local_groups, 4, tmp_path).check()
+    job.says("a pair ", 4)
+    assert job.output.count("a pair works") in (2, 4), job.output
 
 
 def in_detail() -> None:

@@ -10,6 +10,10 @@ namespace {
 
 constexpr std::chrono::seconds kLeaveBound{3};
 
+[[noreturn]] void not_there(const char* what) {
+  C10_THROW_ERROR(NotImplementedError, std::string("multicomm: ") + what + " is not supported");
+}
+
 }  // namespace
 
 ProcessGroupMulticomm::ProcessGroupMulticomm(const GroupDescription& d,
@@ -64,6 +68,31 @@ void ProcessGroupMulticomm::shutdown() {
   }
   if (Runtime* runtime = Runtime::if_made()) runtime->leave_group(group_, kLeaveBound);
 }
+
+void ProcessGroupMulticomm::monitoredBarrier(const c10d::BarrierOptions&, bool) { not_there("monitored_barrier"); }
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupMulticomm::split(const c10::intrusive_ptr<c10d::Store>&,
+                                                               const std::vector<int>&,
+                                                               const c10::intrusive_ptr<Options>&) {
+  not_there("split_group");
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupMulticomm::merge(const c10::intrusive_ptr<c10d::Store>&,
+                                                               const c10::intrusive_ptr<Options>&, const int&,
+                                                               const int&) {
+  not_there("merging groups");
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupMulticomm::shrink(const std::vector<int64_t>&, int,
+                                                                const c10::intrusive_ptr<Options>&) {
+  not_there("shrink_group");
+}
+
+void ProcessGroupMulticomm::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&&) {
+  not_there("a completion hook");
+}
+
+void ProcessGroupMulticomm::enableCollectivesTiming() { not_there("timing of collectives"); }
 
 void ProcessGroupMulticomm::startCoalescing() {
   const std::lock_guard lock(mutex_);

@@ -84,6 +84,10 @@ class RankPool:
                 rank.connection.send(task)
         self._collect(f"{function} on {self.world} ranks (seed {seed})", limit)
 
+    def processes(self) -> list[int]:
+        """The ranks' process ids."""
+        return [rank.process.pid for rank in self._ranks]
+
     def close(self) -> None:
         """Ends the ranks; fails if one does not end cleanly."""
         if not self._ranks:
