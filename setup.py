@@ -110,6 +110,8 @@ def make_extension() -> Extension:
         "multicomm._C",
         sorted(str(path.relative_to(ROOT)) for path in sources),
         include_dirs=[str(ROOT / "csrc"), *includes],
+        # MPI's C++ bindings, which older headers bring along, are not used and do not compile without warnings.
+        define_macros=[("OMPI_SKIP_MPICXX", "1"), ("MPICH_SKIP_MPICXX", "1")],
         library_dirs=folders,
         libraries=libraries,
         extra_compile_args={"cxx": FLAGS + TORCH_FLAGS + extra},

@@ -225,14 +225,15 @@ def test_several_threads_wait_for_one_work(me: Rank) -> None:
     for turn, size in enumerate(SIZES):
         data = filled(me.rank + 1, size)
         if me.rank == late:
-            me.await_signal(f"waiting {turn}")
+            for rank in range(late):
+                me.await_signal(f"{rank} waits {turn}")
         work = dist.all_reduce(data, async_op=True)
         with ThreadPoolExecutor(4) as threads:
             waits = [threads.submit(work.wait) for _ in range(3)]
             waits.append(threads.submit(lambda w=work: w.get_future().wait() is not None))
             if me.rank != late:
                 assert not any(wait.done() for wait in waits)
-                me.signal(f"waiting {turn}")
+                me.signal(f"{me.rank} waits {turn}")
             assert all(wait.result(30) for wait in waits)
         same(data, filled(total(me), size), "all_reduce")
 

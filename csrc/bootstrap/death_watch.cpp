@@ -23,6 +23,7 @@ using namespace std::chrono_literals;
 
 // One question to the store's host per node and interval, whatever the number of ranks.
 constexpr int kAskStore = 500;  // ms
+constexpr auto kStopBound = 1s;
 
 }  // namespace
 
@@ -37,15 +38,18 @@ DeathWatch::DeathWatch(Place place, std::shared_ptr<KeyValueStore> store)
   thread_ = start_thread("mc-deaths", [this] { run(); });
 }
 
-void DeathWatch::stop() {
-  if (!thread_.joinable()) return;
+bool DeathWatch::stop(bool leaving) {
+  if (!thread_.joinable()) return true;
+  if (leaving) leaving_ = true;
   const uint64_t one = 1;
   while (write(stop_, &one, sizeof(one)) < 0 && errno == EINTR) continue;
+  if (end_.wait_for(kStopBound) != std::future_status::ready) return false;
   thread_.join();
+  return true;
 }
 
 DeathWatch::~DeathWatch() {
-  stop();
+  if (thread_.joinable() && !stop(false)) thread_.join();
   close(socket_);
   close(stop_);
 }
@@ -73,6 +77,19 @@ void DeathWatch::lose(const std::string& what) {
 }
 
 void DeathWatch::run() {
+  watch();
+  if (leaving_ && place_.nodes > 1 && !store_lost_) {
+    insert(place_.rank);
+    try {
+      exchange_with_other_nodes();
+    } catch (const std::exception&) {
+      // Nobody there to be told.
+    }
+  }
+  ended_.set_value();
+}
+
+void DeathWatch::watch() {
   while (true) {
     const bool ask = place_.nodes > 1 && !store_lost_ && speaks_for_node();
     pollfd watched[] = {{stop_, POLLIN, 0}, {server_lost_ ? -1 : socket_, POLLIN, 0}};

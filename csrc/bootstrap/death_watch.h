@@ -1,6 +1,8 @@
 // Which ranks have vanished, as the nodes' servers see it.
 #pragma once
 
+#include <atomic>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -31,14 +33,17 @@ class DeathWatch {
   DeathWatch(const DeathWatch&) = delete;
   DeathWatch& operator=(const DeathWatch&) = delete;
 
-  // What is known stays known. Idempotent; one caller at a time.
-  void stop();
+  // `leaving`: this rank ends without finalising MPI, which the other nodes shall hear although it may be the last of
+  // its node. Waits a moment only, since the thread may be in the store, whose host may be gone. What is known stays
+  // known. Idempotent; one caller at a time. False when the thread is still there.
+  bool stop(bool leaving);
   std::vector<int> dead() const;  // in the order in which word of them came: the first is likelier cause than effect
   // What else was lost, in words; empty as long as all is well.
   std::string trouble() const;
 
  private:
   void run();
+  void watch();
   void receive();
   bool speaks_for_node() const;
   void exchange_with_other_nodes();
@@ -56,6 +61,10 @@ class DeathWatch {
   bool store_lost_ = false;
   std::set<int> posted_;
   int64_t next_ = 1;  // number of the next death to read from the store
+
+  std::atomic<bool> leaving_{false};
+  std::promise<void> ended_;  // the thread's end
+  std::future<void> end_ = ended_.get_future();
 
   mutable std::mutex mutex_;
   std::vector<int> dead_;  // guarded by mutex_

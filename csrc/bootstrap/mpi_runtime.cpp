@@ -215,6 +215,7 @@ void MpiRuntime::make_world(const WorldRequest& request) {
     MPI_Comm_size(MPI_COMM_WORLD, &made->size);
     compare_worlds(rank, size, made->rank, made->size, preinitialised);
     made->world = duplicate_world(preinitialised);
+    connect_barrier(made->world);
   };
   const std::chrono::milliseconds timeout = request.timeout > 0ms ? request.timeout : kDefaultTimeout;
   try {
@@ -251,6 +252,7 @@ std::string MpiRuntime::describe() const {
 
 // Empty when every rank has come here; else why not.
 std::string MpiRuntime::await_all(std::chrono::milliseconds bound) {
+  if (!dead_ranks().empty()) return dead_or(node_.get(), {});
   MPI_Request request = MPI_REQUEST_NULL;
   int code = MPI_Ibarrier(world_, &request);
   const auto deadline = Clock::now() + bound;
@@ -285,6 +287,7 @@ void MpiRuntime::finalise(std::chrono::milliseconds bound) {
 void MpiRuntime::leave_unfinalised(const char* what, const std::string& why) {
   std::fprintf(stderr, "multicomm: rank %d: MPI_Finalize %s: %s\n", rank_, what, why.c_str());
   // The server goes when its ranks are gone; waiting for it here would be waiting for ourselves.
+  if (node_) node_->leave();
 }
 
 void MpiRuntime::shutdown(std::chrono::milliseconds bound, bool work_pending) noexcept {

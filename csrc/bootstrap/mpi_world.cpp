@@ -54,6 +54,13 @@ MPI_Comm duplicate_world(bool leave_handler) {
   return world;
 }
 
+void connect_barrier(MPI_Comm communicator) {
+  MPI_Request request = MPI_REQUEST_NULL;
+  int code = MPI_Ibarrier(communicator, &request);
+  if (code == MPI_SUCCESS) code = MPI_Wait(&request, MPI_STATUS_IGNORE);
+  if (code != MPI_SUCCESS) throw MpiError("MPI_Ibarrier", code);
+}
+
 void check_threads() {
   int provided = MPI_THREAD_SINGLE;
   MPI_Query_thread(&provided);

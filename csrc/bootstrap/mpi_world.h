@@ -27,5 +27,9 @@ void init_mpi();
 // A duplicate of MPI_COMM_WORLD that returns errors. Collective. `leave_handler`: the world's own handler is somebody
 // else's.
 MPI_Comm duplicate_world(bool leave_handler);
+// Makes the connections of a nonblocking barrier. Collective. The barrier before MPI_Finalize is where ranks meet that
+// have gone: a message to them over a connection that is only being made ends the process inside Open MPI, whatever the
+// error handler.
+void connect_barrier(MPI_Comm communicator);
 
 }  // namespace multicomm::bootstrap

@@ -22,6 +22,7 @@ using Clock = std::chrono::steady_clock;
 
 // How long the process that may host the store stays for the other nodes' lowest ranks.
 constexpr auto kLingerBound = 5s;
+constexpr auto kRelayBound = 1s;
 
 // The libpmix that libmpi itself has brought into this process.
 std::string find_libpmix() {
@@ -63,9 +64,8 @@ PmixNode::PmixNode(std::shared_ptr<KeyValueStore> store, int rank, int world_siz
     watch_deaths(agreement);
     agreement.await_all([this] { return watch_->dead(); });
   } catch (...) {
-    watch_.reset();
-    server_.reset();  // ends the server, upon which the relay ends
-    if (relay_.joinable()) relay_.join();
+    if (watch_ && !watch_->stop(false)) (void)watch_.release();  // in a store that does not answer
+    end_server();
     throw;
   }
 }
@@ -75,7 +75,12 @@ void PmixNode::serve(StartAgreement& agreement, const std::string& program) {
     config_.libpmix = find_libpmix();
     server_ = std::make_unique<ServerProcess>(program, config_, agreement.deadline());
     auto relay = std::make_shared<Relay>(server_->socket(), config_.node, prefix_, store_->clone());
-    relay_ = start_thread("mc-relay", [relay] { relay->run(); });
+    auto ended = std::make_shared<std::promise<void>>();
+    relay_end_ = ended->get_future();
+    relay_ = start_thread("mc-relay", [relay, ended] {
+      relay->run();
+      ended->set_value();
+    });
     agreement.publish_environment(config_.node, server_->environment());
   } catch (const std::exception& error) {
     agreement.publish_failure(config_.node, "the PMIx server on node " +
@@ -131,25 +136,47 @@ void PmixNode::arrange_nodes(const std::vector<std::string>& published) {
 }
 
 void PmixNode::finish() {
-  if (watch_) watch_->stop();
+  if (watch_) watch_->stop(false);
   if (!server_) return;
-  if (nodes() > 1) {
-    try {
-      // This process may host the store: it stays until the other nodes need it no more.
-      const auto store = store_->clone();
-      int64_t done = store->add(prefix_ + "finished", 1);
-      for (const auto deadline = Clock::now() + kLingerBound;
-           rank_ == 0 && done < nodes() && Clock::now() < deadline;) {
-        std::this_thread::sleep_for(10ms);
-        done = store->add(prefix_ + "finished", 0);
-      }
-    } catch (const std::exception&) {
-      // The store is gone, so nobody needs it.
-    }
-  }
+  if (nodes() > 1) wait_for_other_nodes();
   server_->stop();
-  if (relay_.joinable()) relay_.join();
-  server_.reset();
+  end_server();
+}
+
+// This process may host the store: it stays until the other nodes need it no more.
+void PmixNode::wait_for_other_nodes() {
+  const auto deadline = Clock::now() + kLingerBound;
+  const auto wait = [store = store_, key = prefix_ + "finished", last = rank_ == 0 ? nodes() : 0, deadline] {
+    const auto own = store->clone();
+    int64_t done = own->add(key, 1);
+    while (done < last && Clock::now() < deadline) {
+      std::this_thread::sleep_for(10ms);
+      done = own->add(key, 0);
+    }
+  };
+  try {
+    call_bounded("mc-linger", deadline, wait, [] { return false; });
+  } catch (const std::exception&) {
+    // The store is gone, so nobody needs it.
+  }
+}
+
+// Ends the server if it still runs, upon which the relay ends; unless it is in a store that does not answer.
+void PmixNode::end_server() {
+  if (!server_) return;
+  if (!relay_.joinable()) return server_.reset();
+  server_->quit();
+  if (relay_end_.wait_for(kRelayBound) == std::future_status::ready) {
+    relay_.join();
+    server_.reset();
+  } else {
+    relay_.detach();
+    (void)server_.release();  // the relay uses its socket
+  }
+}
+
+void PmixNode::leave() {
+  if (watch_) watch_->stop(true);
 }
 
 PmixNode::~PmixNode() { finish(); }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <future>
 #include <map>
 #include <memory>
 #include <string>
@@ -35,6 +36,8 @@ class PmixNode {
   // After MPI_Finalize: waits, bounded, for the server to end, and for the other nodes where this process may host the
   // store.
   void finish();
+  // Before this process ends without MPI_Finalize: lets the other nodes know. Bounded.
+  void leave();
 
  private:
   const std::vector<int>& local() const { return config_.ranks[static_cast<size_t>(config_.node)]; }
@@ -42,6 +45,8 @@ class PmixNode {
   void arrange_nodes(const std::vector<std::string>& published);
   void serve(StartAgreement& agreement, const std::string& program);
   void watch_deaths(StartAgreement& agreement);
+  void end_server();
+  void wait_for_other_nodes();
   void read_environment(const std::string& block);
 
   const int rank_;
@@ -53,6 +58,7 @@ class PmixNode {
   // The lowest rank's of a node.
   std::unique_ptr<ServerProcess> server_;
   std::thread relay_;
+  std::future<void> relay_end_;
 
   std::unique_ptr<DeathWatch> watch_;
 };

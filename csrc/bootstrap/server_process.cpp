@@ -24,7 +24,7 @@ namespace {
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kEndBound = 5s;
+constexpr std::chrono::milliseconds kEndBound{5000};
 
 bool readable_by(int fd, Clock::time_point deadline) {
   while (true) {
@@ -108,16 +108,18 @@ void ServerProcess::remove_folder() {
 }
 
 void ServerProcess::stop() {
-  if (socket_ < 0) return;
   shutdown(socket_, SHUT_WR);  // nobody is behind the socket any more; the server ends with the last local rank
   if (ended_within(kEndBound)) remove_folder();
+}
+
+void ServerProcess::quit() {
+  const bool told = !reaped_ && wire::send(socket_, 'Q', 0, {});
+  if (ended_within(told ? kEndBound : 100ms)) remove_folder();
   shutdown(socket_, SHUT_RDWR);
 }
 
 ServerProcess::~ServerProcess() {
-  if (socket_ < 0) return;
-  if (!reaped_) wire::send(socket_, 'Q', 0, {});
-  if (ended_within(kEndBound)) remove_folder();
+  quit();
   close(socket_);
 }
 

@@ -14,8 +14,7 @@ class ServerProcess {
  public:
   // Starts the program and waits until it serves. Throws std::runtime_error.
   ServerProcess(const std::string& program, const NodeConfig& config, std::chrono::steady_clock::time_point deadline);
-  // Tells the server to end, whether its ranks have finalised or not, unless stop() has been called.
-  ~ServerProcess();
+  ~ServerProcess();  // quits
   ServerProcess(const ServerProcess&) = delete;
   ServerProcess& operator=(const ServerProcess&) = delete;
 
@@ -24,6 +23,8 @@ class ServerProcess {
   const std::string& environment() const { return environment_; }
   // Waits, bounded, for the server to end by itself after its last rank.
   void stop();
+  // Tells it to end now, whether its ranks have finalised or not, and closes the connection to it.
+  void quit();
 
  private:
   void spawn(const std::string& program);
