@@ -97,12 +97,7 @@ PYBIND11_MODULE(_C, m) {
         Runtime::get().maker().start(std::move(request));
       },
       py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "shutdown",
-      [](bool failed) {
-        if (Runtime* runtime = Runtime::if_made()) runtime->shutdown(failed);
-      },
-      py::arg("failed"), py::call_guard<py::gil_scoped_release>());
+  m.def("shutdown", &Runtime::end_process, py::arg("failed"), py::call_guard<py::gil_scoped_release>());
   m.def(
       "mpi_world",
       [] {

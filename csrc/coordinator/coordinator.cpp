@@ -95,11 +95,9 @@ bool Coordinator::step(Clock::time_point now) {
 
 bool Coordinator::active() const { return unfinished() > 0 || has_inbox(); }
 
-void Coordinator::settle(OperationPtr operation, ErrorPtr error, bool entered) {
-  if (entered) {
-    memory_.leave(*operation);
-    memory_freed_ = true;
-  }
+void Coordinator::settle(OperationPtr operation, ErrorPtr error) {
+  memory_.leave(*operation);
+  memory_freed_ = true;
   if (!operation->abandoned) {
     operation->mark_done(std::move(error));
     unfinished_.fetch_sub(1, std::memory_order_relaxed);

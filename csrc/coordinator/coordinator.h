@@ -42,17 +42,18 @@ class Coordinator {
   uint64_t unfinished() const { return unfinished_.load(std::memory_order_relaxed); }
   std::vector<GroupPtr> groups() const;
 
+  OverlapGuard& memory() { return memory_; }
+
   // --- driver ---
   // One step: polls the transport, takes submissions, starts what is due. Returns whether anything moved.
   bool step(Clock::time_point now);
   // Whether somebody could still be waiting for something that a step brings forward.
   bool active() const;
-  OverlapGuard& memory() { return memory_; }
   void wait_for_memory(GroupState& group);  // made ready when some operation lets its memory go
   void make_ready(GroupState& group);
   // Publishes the result and passes the operation on. `operation` may already be done (given up): then only its memory
   // is let go.
-  void settle(OperationPtr operation, ErrorPtr error, bool entered);
+  void settle(OperationPtr operation, ErrorPtr error);
   // Publishes the error while the engine still needs the operation's tensors.
   void abandon(const OperationPtr& operation, ErrorPtr error);
   void close(GroupState& group);
@@ -75,8 +76,9 @@ class Coordinator {
   std::atomic<bool> inbox_flag_{false};
   std::atomic<uint64_t> unfinished_{0};
 
-  // Driver.
   OverlapGuard memory_;
+
+  // Driver.
   std::vector<GroupPtr> ready_;
   std::vector<GroupPtr> drained_groups_;
   std::vector<std::function<void()>> drained_tasks_;

@@ -29,6 +29,7 @@ ErrorPtr GroupState::enqueue(const OperationPtr& operation) {
     ++statistics_.operations;
   }
   statistics_.bytes += static_cast<uint64_t>(operation->bytes());
+  coordinator_.memory().enter(*operation);
   queue_.push_back(operation);
   unfinished_.fetch_add(1);
   return nullptr;
@@ -84,10 +85,10 @@ void GroupState::guarded(Start start) {
   }
 }
 
-// Claims the operation's memory and makes its segments usable. False while something unfinished is in the way.
+// Makes the operation's segments usable. False while something submitted before it is in the way of its memory.
 bool GroupState::enter(const OperationPtr& operation) {
   if (operation->prepared) return true;
-  if (!coordinator_.memory().try_enter(*operation)) {
+  if (!coordinator_.memory().clear(*operation)) {
     if (!std::exchange(waits_for_memory_, true)) coordinator_.wait_for_memory(*this);
     return false;
   }
@@ -308,7 +309,7 @@ void GroupState::broken(const std::string& what) {
 void GroupState::settle(const OperationPtr& operation, ErrorPtr error) {
   if (error == nullptr && !operation->abandoned) operation->finish();
   if (!operation->abandoned) unfinished_.fetch_sub(1);
-  coordinator_.settle(operation, std::move(error), operation->prepared);
+  coordinator_.settle(operation, std::move(error));
 }
 
 void GroupState::abandon(const OperationPtr& operation, const ErrorPtr& error) {

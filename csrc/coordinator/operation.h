@@ -68,6 +68,8 @@ class Operation {
   Clock::time_point deadline = Clock::time_point::max();
   uint64_t sequence = 0;  // within the group: of collectives, or of point-to-point operations
 
+  uint64_t ticket = 0;  // place among all submissions of the process
+
   // Point-to-point only.
   int peer = -1;  // group rank; -1 receives from any source
   int tag = 0;

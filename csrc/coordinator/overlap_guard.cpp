@@ -4,35 +4,37 @@
 
 namespace multicomm {
 
-bool OverlapGuard::overlaps(const Ranges& ranges, uintptr_t longest, const MemoryRange& range, bool collectives_only) {
-  const uintptr_t from = range.begin > longest ? range.begin - longest : 0;
-  for (auto it = ranges.lower_bound(from); it != ranges.end() && it->first < range.end; ++it) {
-    if (it->second.end <= range.begin) continue;
-    // Two point-to-point operations are never ordered by their memory: a send that waits for a receive on the other
-    // side, held back by a receive here, would be a deadlock that the program does not contain.
-    if (collectives_only && is_point_to_point(it->second.owner->descriptor.kind)) continue;
-    return true;
-  }
-  return false;
-}
-
-bool OverlapGuard::blocked(const MemoryRange& range, bool point_to_point) const {
-  if (overlaps(writers_, longest_writer_, range, point_to_point)) return true;
-  return range.write && overlaps(readers_, longest_reader_, range, point_to_point);
-}
-
-bool OverlapGuard::try_enter(const Operation& operation) {
-  const bool point_to_point = is_point_to_point(operation.descriptor.kind);
-  for (const MemoryRange& r : operation.ranges) {
-    if (r.begin < r.end && blocked(r, point_to_point)) return false;
-  }
+void OverlapGuard::enter(Operation& operation) {
+  const std::lock_guard lock(mutex_);
+  operation.ticket = next_ticket_++;
   for (const MemoryRange& r : operation.ranges) {
     if (r.begin >= r.end) continue;
     (r.write ? writers_ : readers_).emplace(r.begin, Entry{r.end, &operation});
     uintptr_t& longest = r.write ? longest_writer_ : longest_reader_;
     longest = std::max(longest, r.end - r.begin);
   }
-  return true;
+}
+
+bool OverlapGuard::blocked(const Ranges& ranges, uintptr_t longest, const MemoryRange& range, const Operation& by) {
+  const uintptr_t from = range.begin > longest ? range.begin - longest : 0;
+  const bool point_to_point = is_point_to_point(by.descriptor.kind);
+  for (auto it = ranges.lower_bound(from); it != ranges.end() && it->first < range.end; ++it) {
+    const Operation& other = *it->second.owner;
+    if (it->second.end <= range.begin || other.ticket >= by.ticket) continue;
+    // Two point-to-point operations are never ordered by their memory: a send that waits for a receive on the other
+    // side, held back by a receive here, would be a deadlock that the program does not contain.
+    if (point_to_point && is_point_to_point(other.descriptor.kind)) continue;
+    return true;
+  }
+  return false;
+}
+
+bool OverlapGuard::clear(const Operation& operation) const {
+  const std::lock_guard lock(mutex_);
+  return std::none_of(operation.ranges.begin(), operation.ranges.end(), [&](const MemoryRange& r) {
+    return r.begin < r.end && (blocked(writers_, longest_writer_, r, operation) ||
+                               (r.write && blocked(readers_, longest_reader_, r, operation)));
+  });
 }
 
 void OverlapGuard::erase(Ranges& ranges, const MemoryRange& range, const Operation& owner) {
@@ -46,11 +48,17 @@ void OverlapGuard::erase(Ranges& ranges, const MemoryRange& range, const Operati
 }
 
 void OverlapGuard::leave(const Operation& operation) {
+  const std::lock_guard lock(mutex_);
   for (const MemoryRange& r : operation.ranges) {
     if (r.begin < r.end) erase(r.write ? writers_ : readers_, r, operation);
   }
   if (writers_.empty()) longest_writer_ = 0;
   if (readers_.empty()) longest_reader_ = 0;
+}
+
+bool OverlapGuard::empty() const {
+  const std::lock_guard lock(mutex_);
+  return writers_.empty() && readers_.empty();
 }
 
 }  // namespace multicomm

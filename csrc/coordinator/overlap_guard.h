@@ -3,34 +3,41 @@
 
 #include <cstdint>
 #include <map>
+#include <mutex>
 
 #include "coordinator/operation.h"
 
 namespace multicomm {
 
-// The memory of all unfinished operations of the process. c10d's callers expect that all_reduce(x) twice means twice,
-// as on a stream; so an operation is offered only when no unfinished one overlaps what it touches. Owned by the driver.
+// The memory of all unfinished operations of the process, in the order of submission. c10d's callers expect that
+// all_reduce(x) twice means twice, as on a stream; so an operation is offered only when no unfinished one that was
+// submitted before it overlaps what it touches. The order of submission decides, not that of offering: a later
+// operation that slipped in before one that still waits would compute with the wrong values, and on two ranks that let
+// different ones in first each would wait for the other's. Thread-safe.
 class OverlapGuard {
  public:
-  // Registers the operation, or returns false (and registers nothing) while something unfinished is in the way.
-  bool try_enter(const Operation& operation);
+  // At submission, in the order in which the group's queue takes operations.
+  void enter(Operation& operation);
+  // Whether nothing submitted before is in the way any more.
+  bool clear(const Operation& operation) const;
   void leave(const Operation& operation);
-  bool empty() const { return writers_.empty() && readers_.empty(); }
+  bool empty() const;
 
  private:
-  bool blocked(const MemoryRange& range, bool point_to_point) const;
   struct Entry {
     uintptr_t end;
     const Operation* owner;
   };
-  using Ranges = std::multimap<uintptr_t, Entry>;
-  static bool overlaps(const Ranges& ranges, uintptr_t longest, const MemoryRange& range, bool collectives_only);
-  void erase(Ranges& ranges, const MemoryRange& range, const Operation& owner);
+  using Ranges = std::multimap<uintptr_t, Entry>;  // by beginning
+  static bool blocked(const Ranges& ranges, uintptr_t longest, const MemoryRange& range, const Operation& by);
+  static void erase(Ranges& ranges, const MemoryRange& range, const Operation& owner);
 
+  mutable std::mutex mutex_;  // guards everything below
   Ranges writers_;
   Ranges readers_;
   uintptr_t longest_writer_ = 0;  // bounds how far back an overlapping range can begin
   uintptr_t longest_reader_ = 0;
+  uint64_t next_ticket_ = 0;
 };
 
 }  // namespace multicomm

@@ -38,7 +38,7 @@ ProcessGroupMulticomm::ProcessGroupMulticomm(const GroupDescription& d,
 
 ProcessGroupMulticomm::~ProcessGroupMulticomm() {
   try {
-    shutdown();
+    leave(std::chrono::milliseconds(0));  // the GIL may be held, which a callback of a pending operation may need
   } catch (const std::exception& error) {
     std::fprintf(stderr, "multicomm: %s\n", error.what());
   }
@@ -61,12 +61,14 @@ c10d::ErrorType ProcessGroupMulticomm::getError() {
 
 void ProcessGroupMulticomm::abort() { Runtime::get().abort_group(group_, "abort() was called"); }
 
-void ProcessGroupMulticomm::shutdown() {
+void ProcessGroupMulticomm::shutdown() { leave(kLeaveBound); }
+
+void ProcessGroupMulticomm::leave(std::chrono::milliseconds bound) {
   {
     const std::lock_guard lock(mutex_);
     if (std::exchange(shut_down_, true)) return;
   }
-  if (Runtime* runtime = Runtime::if_made()) runtime->leave_group(group_, kLeaveBound);
+  if (Runtime* runtime = Runtime::if_made()) runtime->leave_group(group_, bound);
 }
 
 void ProcessGroupMulticomm::monitoredBarrier(const c10d::BarrierOptions&, bool) { not_there("monitored_barrier"); }

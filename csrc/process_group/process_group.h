@@ -107,6 +107,7 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   TensorOperationPtr make_reduce_scatter_from(const at::Tensor& output, const at::Tensor& input,
                                               const c10d::ReduceOp& op) const;
   TensorOperationPtr finish_all_to_all(TensorOperationPtr operation) const;
+  void leave(std::chrono::milliseconds bound);
   WorkPtr receive(Tensors& tensors, int source, int tag, c10d::OpType type);
   WorkPtr submit(const Call& call, std::vector<TensorOperationPtr> operations, const Tensors& inputs, Tensors outputs);
   WorkPtr submit(const Call& call, TensorOperationPtr operation, const Tensors& inputs, Tensors outputs) {

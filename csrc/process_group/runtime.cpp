@@ -98,6 +98,12 @@ void Runtime::abort_group(const GroupPtr& group, const std::string& reason) {
   driver_.wake();
 }
 
+void Runtime::end_process(bool failed) noexcept {
+  if (Runtime* made = if_made()) return made->shutdown(failed);
+  // MPI may have been started without a group, by init_method="mpi://".
+  if (auto* mpi = bootstrap::MpiRuntime::current()) mpi->shutdown(Settings().shutdown_timeout, failed);
+}
+
 void Runtime::shutdown(bool failed) noexcept {
   if (getpid() != pid_ || shut_down_.exchange(true)) return;
   try {

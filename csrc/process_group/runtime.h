@@ -32,7 +32,7 @@ class Runtime {
   void abort_group(const GroupPtr& group, const std::string& reason);
   // At the end of the process: leaves all groups, waits for the peers within the setting's bound, ends threads and MPI.
   // Idempotent, never throws, never hangs. `failed`: this process ends by an error, so its peers are not waited for.
-  void shutdown(bool failed) noexcept;
+  static void end_process(bool failed) noexcept;
 
   // Asked now and then by waiting callers; may throw (a signal handler of the interpreter did).
   static void set_interrupt_check(std::function<void()> check);
@@ -41,6 +41,7 @@ class Runtime {
  private:
   Runtime();
   void check_process() const;
+  void shutdown(bool failed) noexcept;
 
   const int pid_;
   mpi::Shared shared_;

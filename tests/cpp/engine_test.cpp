@@ -172,6 +172,26 @@ void same_tensor_in_two_groups_is_serial() {
   REQUIRE(a[0] == 4 && b[299] == 4);
 }
 
+// The order of submission decides, though the second operation waits and the third could go ahead of it on some rank.
+void waiting_operation_keeps_its_place() {
+  SimWorld world(5, two());
+  const auto first = world.make_group("g", {0, 1}), second = world.make_group("h", {0, 1});
+  std::vector<int64_t> values[2] = {std::vector<int64_t>(300, 1), std::vector<int64_t>(300, 1)};
+  OperationRef last[2];
+  for (int r = 0; r < 2; ++r) {
+    const auto at = static_cast<size_t>(r);
+    world.coordinator(r).submit(first[at], all_reduce(values[r]));
+    world.coordinator(r).submit(second[at], all_reduce(values[r], ReduceOp::kMax));
+    last[r] = all_reduce(values[r]);
+    world.coordinator(r).submit(first[at], last[r]);
+    // One rank learns early that the first is done and looks at the groups in the other order.
+    for (int i = 0; i < 8 * (1 - r); ++i) world.step(0);
+  }
+  settle(world);
+  REQUIRE(last[0]->done() && last[1]->done() && values[0][0] == 4 && values[1][299] == 4);
+  REQUIRE(world.coordinator(0).memory().empty());
+}
+
 void groups_do_not_wait_for_each_other() {
   SimWorld world(4, two());
   const auto stuck = world.make_group("stuck", {0, 1}), free = world.make_group("free", {0, 1});
@@ -317,6 +337,7 @@ int main() {
       TEST(checksum_that_does_not_cancel_is_a_disagreement),
       TEST(same_tensor_twice_means_twice),
       TEST(same_tensor_in_two_groups_is_serial),
+      TEST(waiting_operation_keeps_its_place),
       TEST(groups_do_not_wait_for_each_other),
       TEST(given_up_operation_keeps_its_input),
       TEST(leaving_with_peers_at_work_is_told),

@@ -18,6 +18,7 @@ from harness.settings import clean_environment
 
 _SHARED_MEMORY = Path("/dev/shm")
 _MARK = "TEST_JOB"
+_TIDY_LIMIT = 8.0
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class Job:
         if (self.returncode == 0) != ok:
             pytest.fail(f"the job ended with {self.returncode}:\n{self.output[-6000:]}", pytrace=False)
         return self
+
+    def ends_within(self, seconds: float) -> None:
+        if self.seconds > seconds:
+            text = f"the job ended after {self.seconds:.0f} s, not {seconds:g}:\n{self.output[-6000:]}"
+            pytest.fail(text, pytrace=False)
 
     def says(self, text: str, times: int | None = None) -> None:
         found = self.output.count(text)
@@ -55,49 +61,54 @@ def launch(
     Fails the test if the job does not end in time, or leaves processes, shared memory or files behind.
     """
     mark = uuid.uuid4().hex
-    before = _shared_memory()
     temporary = folder / "tmp"
     temporary.mkdir()
     variables = clean_environment() | {_MARK: mark, "TMPDIR": str(temporary)} | (environment or {})
     call = ["harness.job_main", body.__module__, body.__name__, str(limit - 5)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
     begin = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, *(launcher if ranks else []), "-m", *call],
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
+    with (folder / "output").open("w+b") as output:
+        process = subprocess.Popen(
+            [sys.executable, *(launcher if ranks else []), "-m", *call],
+            env=variables,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    used: set[str] = set()
+    while process.poll() is None and time.monotonic() - begin < limit:
+        for pid in _processes(mark, process.pid):
+            used |= _mapped(pid)
+        time.sleep(0.1)
+    seconds = time.monotonic() - begin
+    in_time = process.poll() is not None
+    if not in_time:
         _kill(_processes(mark, process.pid))
-        output, _ = process.communicate()
-        pytest.fail(f"the job did not end within {limit:g} s:\n{output[-6000:]}", pytrace=False)
-    job = Job(process.returncode, output, time.monotonic() - begin)
-    _check_nothing_is_left(mark, process.pid, before, temporary, output)
+        process.wait()
+    job = Job(process.returncode, (folder / "output").read_text(errors="replace"), seconds)
+    if not in_time:
+        pytest.fail(f"the job did not end within {limit:g} s:\n{job.output[-6000:]}", pytrace=False)
+    _check_nothing_is_left(mark, process.pid, used, temporary, job.output)
     return job
 
 
-def _check_nothing_is_left(mark: str, session: int, before: set[str], temporary: Path, output: str) -> None:
-    def leftovers() -> dict[str, object]:
+def _check_nothing_is_left(mark: str, session: int, used: set[str], temporary: Path, output: str) -> None:
+    def leftovers() -> dict[str, list[object]]:
         found = {
             "processes": _processes(mark, session),
-            "shared memory": sorted(_shared_memory() - before - _in_use()),
+            "shared memory": sorted(name for name in used if (_SHARED_MEMORY / name).exists()),
             "files": sorted(str(path) for path in temporary.glob("*multicomm*")),
         }
         return {what: things for what, things in found.items() if things}
 
-    deadline = time.monotonic() + 8
+    deadline = time.monotonic() + _TIDY_LIMIT
     while (left := leftovers()) and time.monotonic() < deadline:
         time.sleep(0.1)
     if left:
-        described = {pid: _command(pid) for pid in left.get("processes", [])}
-        _kill(list(described))
-        pytest.fail(f"left behind: {left} {described}\n{output[-3000:]}", pytrace=False)
+        commands = {pid: _command(pid) for pid in left.get("processes", [])}
+        _kill(list(commands))
+        pytest.fail(f"left behind: {left} {commands}\n{output[-3000:]}", pytrace=False)
 
 
 def _processes(mark: str, session: int) -> list[int]:
@@ -131,17 +142,11 @@ def _kill(processes: list[int]) -> None:
             continue
 
 
-def _shared_memory() -> set[str]:
-    return {entry.name for entry in _SHARED_MEMORY.iterdir()}
-
-
-def _in_use() -> set[str]:
-    """Entries of shared memory that some process maps: those of other jobs on this machine."""
-    used = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            lines = maps.read_text().splitlines()
-        except OSError:
-            continue
-        used |= {line.split("/dev/shm/", 1)[1].split()[0].split("/")[0] for line in lines if "/dev/shm/" in line}
-    return used
+def _mapped(pid: int) -> set[str]:
+    """Entries of shared memory that a process maps."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    folder = f"{_SHARED_MEMORY}/"
+    return {line.split(folder, 1)[1].split()[0].split("/")[0] for line in lines if folder in line}

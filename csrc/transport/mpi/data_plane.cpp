@@ -159,26 +159,27 @@ void MpiDataPlane::unpack_staged(Task& task) {
   }
 }
 
+// Where the batch's data lies in one piece: `own`, the only operation's tensor, where that may be worked on, else
+// packed.
+MpiDataPlane::Buffer MpiDataPlane::in_one_piece(Task& task, std::byte* own) {
+  if (own != nullptr) return {own, static_cast<int64_t>(task.batch->descriptor().count)};
+  Buffer buffer{pack(task), 0};
+  for (const auto& o : task.batch->operations) buffer.count += static_cast<int64_t>(o->descriptor.count);
+  task.unpack = &MpiDataPlane::unpack_staged;
+  return buffer;
+}
+
 void MpiDataPlane::all_reduce(Task& task) {
   const Operation& first = *task.batch->operations.front();
   const Descriptor& d = first.descriptor;
   const DType type = accumulation_type(d.dtype);
-  int64_t count = static_cast<int64_t>(d.count);
-  std::byte* data;
-  if (!task.batch->fused() && !is_half(d.dtype) && !first.abandoned) {
-    data = first.outputs.front().data;
-    if (first.inputs.front().data != data && count > 0)
-      std::memcpy(data, first.inputs.front().data, static_cast<size_t>(count) * size_of(type));
-    task.unpack = d.reduce_op == ReduceOp::kAvg ? &MpiDataPlane::unpack_received : nullptr;
-  } else {
-    count = 0;
-    for (const auto& o : task.batch->operations) count += static_cast<int64_t>(o->descriptor.count);
-    data = pack(task);
-    task.unpack = &MpiDataPlane::unpack_staged;
-  }
-  in_chunks(count, [&](int64_t offset, int piece) {
+  const bool direct = !task.batch->fused() && !is_half(d.dtype) && !first.abandoned &&
+                      first.inputs.front().data == first.outputs.front().data;
+  if (direct && d.reduce_op == ReduceOp::kAvg) task.unpack = &MpiDataPlane::average_outputs;
+  const Buffer buffer = in_one_piece(task, direct ? first.outputs.front().data : nullptr);
+  in_chunks(buffer.count, [&](int64_t offset, int piece) {
     MPI_Request request = MPI_REQUEST_NULL;
-    check(MPI_Iallreduce(MPI_IN_PLACE, data + static_cast<size_t>(offset) * size_of(type), piece,
+    check(MPI_Iallreduce(MPI_IN_PLACE, buffer.data + static_cast<size_t>(offset) * size_of(type), piece,
                          types_.reducible(d.dtype), types_.reduction(d.dtype, d.reduce_op), communicator_, &request),
           "MPI_Iallreduce");
     start(task, request);
@@ -186,7 +187,7 @@ void MpiDataPlane::all_reduce(Task& task) {
 }
 
 // The result lies in the outputs already; only the average is missing.
-void MpiDataPlane::unpack_received(Task& task) {
+void MpiDataPlane::average_outputs(Task& task) {
   const Operation& operation = *task.batch->operations.front();
   if (operation.abandoned) return;
   for (const Segment& s : operation.outputs) average(operation.descriptor, s.data, s.count);
@@ -195,20 +196,13 @@ void MpiDataPlane::unpack_received(Task& task) {
 void MpiDataPlane::broadcast(Task& task) {
   const Operation& first = *task.batch->operations.front();
   const Descriptor& d = first.descriptor;
-  int64_t count = static_cast<int64_t>(d.count);
-  std::byte* data;
-  if (!task.batch->fused() && !first.abandoned) {
-    data = (first.inputs.empty() ? first.outputs : first.inputs).front().data;
-  } else {
-    count = 0;
-    for (const auto& o : task.batch->operations) count += static_cast<int64_t>(o->descriptor.count);
-    data = pack(task);
-    task.unpack = &MpiDataPlane::unpack_staged;
-  }
-  in_chunks(count, [&](int64_t offset, int piece) {
+  const bool direct = !task.batch->fused() && !first.abandoned;
+  const auto& own = first.inputs.empty() ? first.outputs : first.inputs;
+  const Buffer buffer = in_one_piece(task, direct ? own.front().data : nullptr);
+  in_chunks(buffer.count, [&](int64_t offset, int piece) {
     MPI_Request request = MPI_REQUEST_NULL;
-    check(MPI_Ibcast(data + static_cast<size_t>(offset) * size_of(d.dtype), piece, types_.movable(d.dtype), d.root,
-                     communicator_, &request),
+    check(MPI_Ibcast(buffer.data + static_cast<size_t>(offset) * size_of(d.dtype), piece, types_.movable(d.dtype),
+                     d.root, communicator_, &request),
           "MPI_Ibcast");
     start(task, request);
   });
@@ -219,20 +213,12 @@ void MpiDataPlane::reduce(Task& task) {
   const Descriptor& d = first.descriptor;
   const DType type = accumulation_type(d.dtype);
   const bool root = d.root == rank_;
-  int64_t count = static_cast<int64_t>(d.count);
-  std::byte* data;
-  if (!task.batch->fused() && !is_half(d.dtype) && !(root && first.abandoned) &&
-      !(root && first.inputs.front().data != first.outputs.front().data)) {
-    data = first.inputs.front().data;
-    if (root && d.reduce_op == ReduceOp::kAvg) task.unpack = &MpiDataPlane::unpack_received;
-  } else {
-    count = 0;
-    for (const auto& o : task.batch->operations) count += static_cast<int64_t>(o->descriptor.count);
-    data = pack(task);
-    task.unpack = &MpiDataPlane::unpack_staged;
-  }
-  in_chunks(count, [&](int64_t offset, int piece) {
-    std::byte* at = data + static_cast<size_t>(offset) * size_of(type);
+  const bool direct = !task.batch->fused() && !is_half(d.dtype) &&
+                      (!root || (!first.abandoned && first.inputs.front().data == first.outputs.front().data));
+  if (direct && root && d.reduce_op == ReduceOp::kAvg) task.unpack = &MpiDataPlane::average_outputs;
+  const Buffer buffer = in_one_piece(task, direct ? first.inputs.front().data : nullptr);
+  in_chunks(buffer.count, [&](int64_t offset, int piece) {
+    std::byte* at = buffer.data + static_cast<size_t>(offset) * size_of(type);
     MPI_Request request = MPI_REQUEST_NULL;
     check(MPI_Ireduce(root ? MPI_IN_PLACE : at, root ? at : nullptr, piece, types_.reducible(d.dtype),
                       types_.reduction(d.dtype, d.reduce_op), d.root, communicator_, &request),
@@ -324,29 +310,22 @@ void MpiDataPlane::reduce_scatter(Task& task) {
   start(task, request);
 }
 
-void MpiDataPlane::send_to(Task& task, const Segment& from, int peer) {
-  if (from.count == 0) return;
+// Messages between one pair are matched in the order in which batches are launched, which is the same on both sides.
+void MpiDataPlane::transfer(Task& task, const Segment& segment, int peer, bool send) {
+  if (segment.count == 0) return;
   const DType dtype = task.batch->descriptor().dtype;
-  in_chunks(from.count, [&](int64_t offset, int piece) {
+  const MPI_Datatype type = types_.movable(dtype);
+  in_chunks(segment.count, [&](int64_t offset, int piece) {
+    std::byte* at = segment.data + static_cast<size_t>(offset) * size_of(dtype);
     MPI_Request request = MPI_REQUEST_NULL;
-    check(MPI_Isend(from.data + static_cast<size_t>(offset) * size_of(dtype), piece, types_.movable(dtype), peer, 0,
-                    communicator_, &request),
-          "MPI_Isend");
+    if (send) check(MPI_Isend(at, piece, type, peer, 0, communicator_, &request), "MPI_Isend");
+    else check(MPI_Irecv(at, piece, type, peer, 0, communicator_, &request), "MPI_Irecv");
     start(task, request);
   });
 }
 
-void MpiDataPlane::receive_from(Task& task, const Segment& to, int peer) {
-  if (to.count == 0) return;
-  const DType dtype = task.batch->descriptor().dtype;
-  in_chunks(to.count, [&](int64_t offset, int piece) {
-    MPI_Request request = MPI_REQUEST_NULL;
-    check(MPI_Irecv(to.data + static_cast<size_t>(offset) * size_of(dtype), piece, types_.movable(dtype), peer, 0,
-                    communicator_, &request),
-          "MPI_Irecv");
-    start(task, request);
-  });
-}
+void MpiDataPlane::send_to(Task& task, const Segment& from, int peer) { transfer(task, from, peer, true); }
+void MpiDataPlane::receive_from(Task& task, const Segment& to, int peer) { transfer(task, to, peer, false); }
 
 void MpiDataPlane::exchange(Task& task) {
   const Operation& operation = *task.batch->operations.front();

@@ -43,12 +43,18 @@ class MpiDataPlane final : public DataPlane {
   void all_gather(Task& task);
   void reduce_scatter(Task& task);
   void exchange(Task& task);  // all_to_all, gather, scatter: one message per pair
+  void transfer(Task& task, const Segment& segment, int peer, bool send);
   void send_to(Task& task, const Segment& from, int peer);
   void receive_from(Task& task, const Segment& to, int peer);
 
+  struct Buffer {
+    std::byte* data;
+    int64_t count;
+  };
+  Buffer in_one_piece(Task& task, std::byte* own);
   std::byte* pack(Task& task);
   void unpack_staged(Task& task);
-  void unpack_received(Task& task);
+  void average_outputs(Task& task);
   void unpack_exchange(Task& task);
   void average(const Descriptor& descriptor, std::byte* data, int64_t count) const;
   template <typename Call>
