@@ -149,7 +149,7 @@ def test_rank_that_never_comes(programs: Programs, tmp_path: Path) -> None:
 
 
 def test_second_try_with_the_late_rank(programs: Programs, tmp_path: Path) -> None:
-    with Job(programs, tmp_path, "retry", 3, argument=2, timeout=4) as job:
+    with Job(programs, tmp_path, "retry", 3, argument=2, timeout=8) as job:
         job.start(ranks=[0, 1]).await_fact("first_try")
         all_zero(job.start(ranks=[2]))
         job.assert_nothing_left()
