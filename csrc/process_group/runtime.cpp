@@ -71,7 +71,6 @@ GroupPtr Runtime::make_group(GroupInfo info, mpi::GroupRequest request) {
   check_process();
   GroupPtr group = coordinator_.add_group(std::move(info));
   request.shared_settings = settings().shared_text();
-  request.description = group->describe();
   request.made = [this, group](std::shared_ptr<Channel> channel) {
     coordinator_.post([group, channel = std::move(channel)] { group->connect(channel); });
     driver_.wake();

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 try:
-    import torch
     import torch.distributed as dist
 except ImportError as error:
     raise ImportError("multicomm is a backend of torch.distributed: install torch >= 2.11 first") from error
@@ -133,4 +132,4 @@ def _shutdown() -> None:
     _C.shutdown(failed=hasattr(sys, "last_value"))
 
 
-__all__ = ["GroupStats", "launched_by_mpi", "start", "stats", "torch"]
+__all__ = ["GroupStats", "launched_by_mpi", "start", "stats"]

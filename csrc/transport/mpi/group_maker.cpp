@@ -125,11 +125,6 @@ void GroupMaker::free(std::shared_ptr<Channel> channel) {
   changed_.notify_one();
 }
 
-std::string GroupMaker::start_error() const {
-  const std::lock_guard lock(mutex_);
-  return start_error_;
-}
-
 void GroupMaker::ensure_started(const bootstrap::WorldRequest& request) {
   bootstrap::MpiRuntime::start(request);
   if (!types_) {
@@ -152,8 +147,8 @@ void GroupMaker::run() {
       try {
         ensure_started(start);
       } catch (const std::exception& error) {
-        const std::lock_guard guard(mutex_);
-        start_error_ = error.what();
+        // Nobody waits for this start; groups made later report the same by themselves.
+        std::fprintf(stderr, "multicomm: rank %d: start: %s\n", start.rank, error.what());
       }
     }
     for (GroupRequest& request : fresh) {

@@ -22,7 +22,6 @@ struct GroupRequest {
   std::vector<int> ranks;         // global ranks in group order
   int rank = 0;                   // this process, in group order
   std::string shared_settings;    // what all members must have set alike
-  std::string description;        // for errors
   std::chrono::milliseconds timeout{};
   std::function<void(std::shared_ptr<Channel>)> made;
   std::function<void(const std::string& why, bool timed_out)> failed;
@@ -42,7 +41,6 @@ class GroupMaker {
   void free(std::shared_ptr<Channel> channel);
   // Ends the thread; then shuts MPI down, at most for `bound`.
   void stop(std::chrono::milliseconds bound, bool work_pending);
-  std::string start_error() const;
 
  private:
   struct Pending {
@@ -68,7 +66,6 @@ class GroupMaker {
   std::vector<std::shared_ptr<Channel>> to_free_;  // guarded by mutex_
   bool stopping_ = false;                          // guarded by mutex_
   bool ended_ = false;                             // guarded by mutex_
-  std::string start_error_;                        // guarded by mutex_
 
   // The maker thread's own.
   std::list<Pending> pending_;
