@@ -30,7 +30,7 @@ $(VENV)/.test-tools: $(VENV)/.tools requirements-test.txt
 # The engine with simulated ranks: no torch, no MPI; always under the address and undefined-behaviour sanitizers.
 comma := ,
 SIM := build/sim
-SIM_SOURCES := $(wildcard csrc/coordinator/*.cpp csrc/transport/sim/*.cpp)
+SIM_SOURCES := $(wildcard csrc/coordinator/*.cpp csrc/transport/sim/*.cpp) csrc/transport/mpi/buffer_pool.cpp
 SIM_OBJECTS := $(patsubst csrc/%.cpp,$(SIM)/%.o,$(SIM_SOURCES))
 SIM_FLAGS := -std=c++20 -O1 -g -Wall -Wextra -Werror -Wno-restrict -fsanitize=address,undefined -fno-sanitize-recover=all \
 	-Icsrc -pthread

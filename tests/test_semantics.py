@@ -121,12 +121,22 @@ def test_expanded_tensors_never_harm_their_neighbours(me: Rank) -> None:
     dist.reduce_scatter_tensor(output, spread)
     same(output, [3.0, 3.0], "reduce_scatter_tensor")
     base = torch.tensor([10.0, float(me.rank + 1), 30.0, 40.0])
-    try:  # every element is the same memory: the result is right, or the call is refused
-        dist.all_reduce(base[1:2].expand(3))
-        same(base[1:2], [3.0], "all_reduce of an expanded tensor")
-    except (RuntimeError, ValueError):
-        same(base[1:2], [float(me.rank + 1)], "refused all_reduce of an expanded tensor")
-    same(base[[0, 2, 3]], [10.0, 30.0, 40.0], "the memory around it")
+    whole, spread = torch.arange(3.0), base[1:2].expand(3)
+    root = 1 - me.rank
+    for what, call in {
+        "all_reduce": lambda: dist.all_reduce(spread),
+        "all_gather": lambda: dist.all_gather([spread, spread], whole),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(base[1:2].expand(6), whole),
+        "reduce_scatter": lambda: dist.reduce_scatter(spread, [whole, whole]),
+        "all_to_all": lambda: dist.all_to_all([spread, spread], [whole, whole]),
+        "broadcast": lambda: dist.broadcast(spread, root),
+        "recv": lambda: dist.recv(spread, root),
+    }.items():
+        text = raises(call, f"{what} into an expanded tensor", ValueError)
+        assert "share memory" in text, f"{what}: {text}"
+    same(base, [10.0, me.rank + 1.0, 30.0, 40.0], "the memory of the refused calls")
+    dist.all_reduce(base)  # nothing was sent, and nothing is left that later operations would wait for
+    same(base, [20.0, 3.0, 60.0, 80.0], "all_reduce of the whole")
 
 
 @pytest.mark.parametrize("size", [9, 100_000])

@@ -107,6 +107,8 @@ void Coordinator::settle(OperationPtr operation, ErrorPtr error) {
 
 void Coordinator::abandon(const OperationPtr& operation, ErrorPtr error) {
   operation->abandoned = true;
+  memory_.abandon(*operation);
+  memory_freed_ = true;
   operation->mark_done(std::move(error));
   unfinished_.fetch_sub(1, std::memory_order_relaxed);
   sink_.completed(operation);

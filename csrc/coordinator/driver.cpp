@@ -63,10 +63,11 @@ void Driver::wake() {
   sleep_changed_.notify_one();
 }
 
-void Driver::slow_down() {
+void Driver::pace() {
+  if (coordinator_.unfinished() <= coordinator_.settings().queue_operations) return;
   for (int i = 0; i < 4; ++i) try_step();
   completions_.drain();
-  std::this_thread::sleep_for(50us);
+  std::this_thread::sleep_for(kPace);
 }
 
 void Driver::run() {

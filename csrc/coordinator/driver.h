@@ -31,9 +31,11 @@ class Driver {
   bool wait_until(Ready ready, Clock::time_point deadline, const std::function<void()>& check = {});
   // Tells the thread that something was submitted for which no caller is about to wait.
   void wake();
-  // Slows a submitter down that is far ahead of its peers: a few steps, never a wait for somebody (two ranks that fill
-  // their queues in different groups would wait for each other).
-  void slow_down();
+  // After a submission: slows a submitter down that is far ahead of its peers (MULTICOMM_QUEUE_OPERATIONS) by a few
+  // steps, never by a wait for somebody (two ranks that fill their queues in different groups would wait for each
+  // other).
+  void pace();
+  static constexpr std::chrono::microseconds kPace{50};
   void stop();
 
  private:

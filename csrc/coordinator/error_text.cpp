@@ -31,6 +31,12 @@ std::string prefix(const GroupInfo& info) {
   return "multicomm: rank " + std::to_string(own_rank(info)) + ": " + group_text(info) + ": ";
 }
 
+// "collective 4, all_reduce(SUM) of Float [3]"
+std::string numbered(const Operation& operation) {
+  return (is_point_to_point(operation.descriptor.kind) ? "message " : "collective ") +
+         std::to_string(operation.sequence) + ", " + operation.describe();
+}
+
 }  // namespace
 
 std::string group_text(const GroupInfo& info) {
@@ -99,19 +105,45 @@ ErrorPtr broken_error(const GroupInfo& info, const std::string& what) {
   return make_error(ErrorKind::kBroken, prefix(info) + what + ". The group cannot be used further.");
 }
 
-ErrorPtr timeout_error(const GroupInfo& info, const Operation& operation, bool connected) {
-  std::ostringstream message;
-  message << prefix(info) << "time-out of ";
-  if (is_point_to_point(operation.descriptor.kind)) {
-    message << operation.describe() << " (message " << operation.sequence << "): the peer did not come";
-  } else {
-    message << "collective " << operation.sequence << ", " << operation.describe()
-            << (connected ? ": not every rank of the group has submitted it, or it is still running"
-                          : ": the group's communicator does not exist yet; a rank of the group has not made it, or a "
-                            "rank of the default world has not started multicomm");
+ErrorPtr lost_memory_error(const GroupInfo& info, const Operation& operation, const std::string& lost) {
+  return make_error(ErrorKind::kUsage,
+                    prefix(info) + operation.describe() +
+                        ": its memory may still be read or written for an operation that was given up (" + lost +
+                        "), which MPI cannot call back. Use another tensor, such as a clone().");
+}
+
+ErrorPtr cannot_prepare_error(const GroupInfo& info, const Operation& operation, const std::string& what) {
+  return make_error(ErrorKind::kBroken, prefix(info) + numbered(operation) +
+                                            ": no contiguous copy of its tensors could be made, so this rank cannot "
+                                            "take part: " +
+                                            what + ". The group is given up; destroy it and make a new one.");
+}
+
+ErrorPtr cannot_finish_error(const GroupInfo& info, const Operation& operation, const std::string& what) {
+  return make_error(ErrorKind::kUsage, prefix(info) + numbered(operation) +
+                                           ": its result could not be copied into the tensor: " + what +
+                                           ". The other ranks have theirs, and the group can be used further.");
+}
+
+ErrorPtr timeout_error(const GroupInfo& info, const Operation& operation, Standing standing) {
+  const bool message = is_point_to_point(operation.descriptor.kind);
+  std::string text = prefix(info) + "time-out of " + numbered(operation) + ": ";
+  switch (standing) {
+    case Standing::kNoChannel:
+      text +=
+          "the group's communicator does not exist yet; a rank of the group has not made it, or a rank of the default "
+          "world has not started multicomm";
+      break;
+    case Standing::kQueued:
+      text += "it has not begun, since an operation that this rank submitted before it is not done";
+      break;
+    case Standing::kOffered:
+      text += message ? "the peer did not come" : "not every rank of the group has submitted it";
+      break;
+    case Standing::kAgreed: text += "every rank has submitted it, but its data is still on the way"; break;
   }
-  message << ". The group is given up on this rank; destroy it and make a new one, or set a longer time-out.";
-  return make_error(ErrorKind::kTimeout, message.str());
+  text += ". The group is given up on this rank; destroy it and make a new one, or set a longer time-out.";
+  return make_error(ErrorKind::kTimeout, text);
 }
 
 }  // namespace multicomm

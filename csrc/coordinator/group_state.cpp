@@ -21,6 +21,7 @@ std::string GroupState::describe() const { return group_text(info_); }
 ErrorPtr GroupState::enqueue(const OperationPtr& operation) {
   const std::lock_guard lock(queue_mutex_);
   if (failure_) return failure_;
+  if (const auto lost = coordinator_.memory().enter(*operation)) return lost_memory_error(info_, *operation, *lost);
   if (is_point_to_point(operation->descriptor.kind)) {
     operation->sequence = next_message_++;
     ++statistics_.point_to_point;
@@ -29,7 +30,6 @@ ErrorPtr GroupState::enqueue(const OperationPtr& operation) {
     ++statistics_.operations;
   }
   statistics_.bytes += static_cast<uint64_t>(operation->bytes());
-  coordinator_.memory().enter(*operation);
   queue_.push_back(operation);
   unfinished_.fetch_add(1);
   return nullptr;
@@ -73,6 +73,7 @@ void GroupState::advance() {
     post_point_to_point();
     if (!round_active_) start_round();
   });
+  if (preparation_failed_) give_up(std::exchange(preparation_failed_, nullptr));
 }
 
 // A transport that refuses to start something breaks this group, not the process.
@@ -92,7 +93,12 @@ bool GroupState::enter(const OperationPtr& operation) {
     if (!std::exchange(waits_for_memory_, true)) coordinator_.wait_for_memory(*this);
     return false;
   }
-  operation->prepare();
+  try {
+    operation->prepare();
+  } catch (const std::exception& error) {  // no memory for the staged copy: this rank cannot take part
+    preparation_failed_ = cannot_prepare_error(info_, *operation, error.what());
+    return false;
+  }
   operation->prepared = true;
   return true;
 }
@@ -307,7 +313,13 @@ void GroupState::broken(const std::string& what) {
 }
 
 void GroupState::settle(const OperationPtr& operation, ErrorPtr error) {
-  if (error == nullptr && !operation->abandoned) operation->finish();
+  if (error == nullptr && !operation->abandoned) {
+    try {
+      operation->finish();
+    } catch (const std::exception& failure) {  // of this tensor alone: it must not take the engine's step with it
+      error = cannot_finish_error(info_, *operation, failure.what());
+    }
+  }
   if (!operation->abandoned) unfinished_.fetch_sub(1);
   coordinator_.settle(operation, std::move(error));
 }
@@ -315,6 +327,7 @@ void GroupState::settle(const OperationPtr& operation, ErrorPtr error) {
 void GroupState::abandon(const OperationPtr& operation, const ErrorPtr& error) {
   if (operation->abandoned) return;
   unfinished_.fetch_sub(1);
+  if (!operation->exposed) operation->copy_inputs();
   coordinator_.abandon(operation, error);
 }
 
@@ -327,10 +340,16 @@ void GroupState::check_deadlines(Operation::Clock::time_point now) {
     }
   };
   for (const BatchInFlight& flight : batches_) look(flight.batch.operations);
+  const bool agreed = first != nullptr;
   look(pending_);
   look(messages_);
   look(posted_messages_);
-  if (first) give_up(timeout_error(info_, *first, channel_ != nullptr));
+  if (!first) return;
+  const Standing standing = channel_ == nullptr ? Standing::kNoChannel
+                            : agreed            ? Standing::kAgreed
+                            : first->prepared   ? Standing::kOffered
+                                                : Standing::kQueued;
+  give_up(timeout_error(info_, *first, standing));
 }
 
 }  // namespace multicomm

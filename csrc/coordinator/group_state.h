@@ -129,6 +129,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   bool broken_ = false;            // the transport failed: nothing more is started
   bool announce_failure_ = false;  // peers have not been told yet that this rank gave the group up
   bool waits_for_memory_ = false;
+  ErrorPtr preparation_failed_;
   Record mine_;
   Record result_;
   TableEntry my_entry_{};

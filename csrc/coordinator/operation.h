@@ -89,6 +89,11 @@ class Operation {
   bool prepared = false;
   // Given up by its caller while peers may still count on it: its input is used, its output goes to scratch.
   bool abandoned = false;
+  // The transport reads and writes the caller's own memory, which nothing can call back.
+  bool exposed = false;
+  // From here on `inputs` are a copy: what peers get is what was submitted, whatever the caller, who has his error,
+  // does with his tensors.
+  void copy_inputs();
 
   void mark_done(ErrorPtr error) {
     error_ = std::move(error);
@@ -97,6 +102,7 @@ class Operation {
 
  private:
   ErrorPtr error_;
+  std::vector<std::byte> input_copy_;  // driver
   std::atomic<bool> done_{false};
   std::atomic<bool> finalize_claimed_{false};
   std::atomic<bool> completion_wanted_{false};
@@ -107,6 +113,17 @@ inline int64_t Operation::bytes() const {
   int64_t elements = 0;
   for (const Segment& s : inputs.empty() ? outputs : inputs) elements += s.count;
   return elements * static_cast<int64_t>(size_of(descriptor.dtype));
+}
+
+inline void Operation::copy_inputs() {
+  const size_t element = size_of(descriptor.dtype);
+  for (const Segment& s : inputs)
+    input_copy_.insert(input_copy_.end(), s.data, s.data + static_cast<size_t>(s.count) * element);
+  std::byte* at = input_copy_.data();
+  for (Segment& s : inputs) {
+    s.data = at;
+    at += static_cast<size_t>(s.count) * element;
+  }
 }
 
 }  // namespace multicomm

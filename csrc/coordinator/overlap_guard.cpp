@@ -4,8 +4,21 @@
 
 namespace multicomm {
 
-void OverlapGuard::enter(Operation& operation) {
+namespace {
+
+bool overlap(const Operation& a, const Operation& b) {
+  for (const MemoryRange& x : a.ranges)
+    for (const MemoryRange& y : b.ranges)
+      if (x.begin < y.end && y.begin < x.end && (x.write || y.write)) return true;
+  return false;
+}
+
+}  // namespace
+
+std::optional<std::string> OverlapGuard::enter(Operation& operation) {
   const std::lock_guard lock(mutex_);
+  for (const Operation* lost : lost_)
+    if (overlap(*lost, operation)) return lost->describe();
   operation.ticket = next_ticket_++;
   for (const MemoryRange& r : operation.ranges) {
     if (r.begin >= r.end) continue;
@@ -13,6 +26,7 @@ void OverlapGuard::enter(Operation& operation) {
     uintptr_t& longest = r.write ? longest_writer_ : longest_reader_;
     longest = std::max(longest, r.end - r.begin);
   }
+  return std::nullopt;
 }
 
 bool OverlapGuard::blocked(const Ranges& ranges, uintptr_t longest, const MemoryRange& range, const Operation& by) {
@@ -47,13 +61,24 @@ void OverlapGuard::erase(Ranges& ranges, const MemoryRange& range, const Operati
   }
 }
 
-void OverlapGuard::leave(const Operation& operation) {
-  const std::lock_guard lock(mutex_);
+void OverlapGuard::erase_all(const Operation& operation) {
   for (const MemoryRange& r : operation.ranges) {
     if (r.begin < r.end) erase(r.write ? writers_ : readers_, r, operation);
   }
   if (writers_.empty()) longest_writer_ = 0;
   if (readers_.empty()) longest_reader_ = 0;
+}
+
+void OverlapGuard::leave(const Operation& operation) {
+  const std::lock_guard lock(mutex_);
+  if (!operation.abandoned) return erase_all(operation);
+  std::erase(lost_, &operation);
+}
+
+void OverlapGuard::abandon(const Operation& operation) {
+  const std::lock_guard lock(mutex_);
+  erase_all(operation);
+  if (operation.exposed) lost_.push_back(&operation);
 }
 
 bool OverlapGuard::empty() const {

@@ -4,6 +4,9 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "coordinator/operation.h"
 
@@ -16,11 +19,14 @@ namespace multicomm {
 // different ones in first each would wait for the other's. Thread-safe.
 class OverlapGuard {
  public:
-  // At submission, in the order in which the group's queue takes operations.
-  void enter(Operation& operation);
+  // At submission, in the order in which the group's queue takes operations. Refused, with what is in the way, where
+  // the transport may still write the memory for an operation that was given up: waiting for it could take for ever.
+  std::optional<std::string> enter(Operation& operation);
   // Whether nothing submitted before is in the way any more.
   bool clear(const Operation& operation) const;
   void leave(const Operation& operation);
+  // The operation was given up: its memory is free again, or lost to the transport that still writes it.
+  void abandon(const Operation& operation);
   bool empty() const;
 
  private:
@@ -31,11 +37,13 @@ class OverlapGuard {
   using Ranges = std::multimap<uintptr_t, Entry>;  // by beginning
   static bool blocked(const Ranges& ranges, uintptr_t longest, const MemoryRange& range, const Operation& by);
   static void erase(Ranges& ranges, const MemoryRange& range, const Operation& owner);
+  void erase_all(const Operation& operation);
 
   mutable std::mutex mutex_;  // guards everything below
   Ranges writers_;
   Ranges readers_;
-  uintptr_t longest_writer_ = 0;  // bounds how far back an overlapping range can begin
+  std::vector<const Operation*> lost_;  // given up, and still written
+  uintptr_t longest_writer_ = 0;        // bounds how far back an overlapping range can begin
   uintptr_t longest_reader_ = 0;
   uint64_t next_ticket_ = 0;
 };

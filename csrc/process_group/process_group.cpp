@@ -137,7 +137,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::submit(const Call& call,
   for (const auto& operation : work->operations()) runtime.coordinator().submit(group_, operation);
   // A synchronous caller waits right away and drives by itself: waking the thread would only take its core.
   if (call.async) runtime.driver().wake();
-  if (runtime.coordinator().unfinished() > runtime.settings().queue_operations) runtime.driver().slow_down();
+  runtime.driver().pace();
   return work;
 }
 

@@ -1,6 +1,7 @@
 #include "process_group/tensor_operation.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
 
@@ -131,6 +132,10 @@ void TensorOperation::add_ranges(const at::Tensor& tensor, bool write) {
 }
 
 void TensorOperation::add(const at::Tensor& tensor, const std::vector<int64_t>* counts, bool input, bool output) {
+  TORCH_CHECK_VALUE(!output || at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
+                    "multicomm: ", name_of(descriptor.kind),
+                    ": elements of a tensor that takes the result share memory (sizes ", tensor.sizes(), ", strides ",
+                    tensor.strides(), "); pass a clone() or contiguous() copy");
   tensors_.push_back(tensor);
   add_ranges(tensor, output);
   Staged staged{tensor, {}, inputs.size(), 0, outputs.size(), 0};

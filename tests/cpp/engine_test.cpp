@@ -12,6 +12,7 @@
 #include "coordinator/half.h"
 #include "coordinator/inline_payload.h"
 #include "coordinator/reduce_kernels.h"
+#include "transport/mpi/buffer_pool.h"
 #include "transport/sim/sim_world.h"
 
 namespace {
@@ -217,11 +218,14 @@ void given_up_operation_keeps_its_input() {
     pair.world.advance_time(std::chrono::seconds(2));
     settle(pair.world);
     REQUIRE(early->done() && early->error() && early->error()->kind == ErrorKind::kTimeout);
+    REQUIRE(early->error()->message.find("not every rank of the group has submitted it") != std::string::npos);
+    REQUIRE(a[0] == 1);
+    a.assign(size, 50);  // its owner has been told, and goes on with it
     const auto late = all_reduce(b);
     pair.submit(1, late);
     settle(pair.world);
     REQUIRE(late->done() && !late->error() && b[0] == 3);
-    REQUIRE(a[0] == 1);
+    REQUIRE(a[0] == 50);
     const auto after = all_reduce(c);  // and it learns that the group was given up, instead of waiting for ever
     pair.submit(1, after);
     settle(pair.world);
@@ -229,6 +233,100 @@ void given_up_operation_keeps_its_input() {
     REQUIRE(after->error()->message.find("rank 0 gave this group up") != std::string::npos);
     REQUIRE(pair.world.coordinator(0).memory().empty());
   }
+}
+
+// What MPI may still write is not handed out again, and nobody waits for it: the peer may never come.
+void memory_lost_to_the_transport_is_refused() {
+  SimWorld world(7, two());
+  const auto broken = world.make_group("broken", {0, 1}), other = world.make_group("other", {0, 1});
+  std::vector<int64_t> a(500, 1), b(500, 2), c(500, 3);
+  const auto lost = all_reduce(a);
+  lost->deadline = world.now() + std::chrono::seconds(1);
+  world.coordinator(0).submit(broken[0], lost);
+  settle(world);
+  lost->exposed = true;  // as the MPI plane marks it at its launch
+  world.advance_time(std::chrono::seconds(2));
+  settle(world);
+  REQUIRE(lost->done() && lost->error());
+  const auto again = all_reduce(a);
+  world.coordinator(0).submit(other[0], again);
+  REQUIRE(again->done() && again->error());
+  REQUIRE(again->error()->message.find("Use another tensor") != std::string::npos);
+  world.coordinator(1).submit(broken[1], all_reduce(b));  // the peer comes after all: MPI is done with it
+  settle(world);
+  for (const auto& [rank, values] : {std::pair{0, &a}, std::pair{1, &c}})
+    world.coordinator(rank).submit(other[static_cast<size_t>(rank)], all_reduce(*values));
+  settle(world);
+  REQUIRE(a[0] == 4 && c[0] == 4);
+  REQUIRE(world.coordinator(0).memory().empty());
+}
+
+// Two ranks that each hold what the other waits for would stand still.
+void empty_buffer_pool_allocates() {
+  BufferPool pool;
+  std::vector<BufferPool::Block> taken;
+  for (size_t i = 0; i < 200; ++i) {
+    taken.push_back(pool.take(size_t{1} << 20));
+    REQUIRE(taken.back() && taken.back().capacity >= size_t{1} << 20);
+    std::memset(taken.back().data.get(), static_cast<int>(i), size_t{1} << 20);
+  }
+  for (size_t i = 0; i < taken.size(); ++i)  // each belongs to whoever took it
+    REQUIRE(taken[i].data[(size_t{1} << 20) - 1] == static_cast<std::byte>(i));
+  const std::byte* last = taken.back().data.get();
+  pool.give(std::move(taken.back()));
+  REQUIRE(pool.take(size_t{1} << 20).data.get() == last);  // and is used again afterwards
+}
+
+struct Faulty final : sim::PlainOperation {
+  explicit Faulty(const sim::PlainOperation& like, bool at_start) : at_start_(at_start) {
+    descriptor = like.descriptor;
+    inputs = like.inputs;
+    outputs = like.outputs;
+    ranges = like.ranges;
+  }
+  void prepare() override {
+    if (at_start_) throw std::runtime_error("no memory");
+  }
+  void finish() override { throw std::runtime_error("no such copy"); }
+
+ private:
+  bool at_start_;
+};
+
+void copy_that_fails_fails_its_operation_alone() {
+  for (const size_t size : {size_t{8}, size_t{500}}) {
+    Pair pair;
+    std::vector<int64_t> a(size, 1), b(size, 2);
+    const auto bad = std::make_shared<Faulty>(*all_reduce(a), false);
+    const auto good = all_reduce(b);
+    pair.submit(0, bad);
+    pair.submit(1, good);
+    settle(pair.world);
+    REQUIRE(bad->error() && bad->error()->message.find("no such copy") != std::string::npos);
+    REQUIRE(good->done() && !good->error());
+    std::vector<int64_t> c(size, 1), d(size, 2);
+    pair.submit(0, all_reduce(c));
+    pair.submit(1, all_reduce(d));
+    settle(pair.world);
+    REQUIRE(c[0] == 3 && d[0] == 3);
+    REQUIRE(pair.world.coordinator(0).memory().empty());
+  }
+}
+
+void staging_that_fails_is_told_to_all() {
+  Pair pair;
+  std::vector<int64_t> a(8, 1), b(8, 2), c(8, 1), d(8, 2);
+  pair.submit(0, all_reduce(a));  // offered with it, and good
+  const auto bad = std::make_shared<Faulty>(*all_reduce(c), true);
+  const auto peer = all_reduce(d);
+  pair.submit(0, bad);
+  pair.submit(1, all_reduce(b));
+  pair.submit(1, peer);
+  settle(pair.world);
+  REQUIRE(b[0] == 3 && c[0] == 1 && d[0] == 2);
+  REQUIRE(bad->error() && bad->error()->message.find("no memory") != std::string::npos);
+  REQUIRE(peer->error() && peer->error()->message.find("rank 0 gave this group up") != std::string::npos);
+  REQUIRE(pair.world.coordinator(0).memory().empty());
 }
 
 void leaving_with_peers_at_work_is_told() {
@@ -340,6 +438,10 @@ int main() {
       TEST(waiting_operation_keeps_its_place),
       TEST(groups_do_not_wait_for_each_other),
       TEST(given_up_operation_keeps_its_input),
+      TEST(memory_lost_to_the_transport_is_refused),
+      TEST(empty_buffer_pool_allocates),
+      TEST(copy_that_fails_fails_its_operation_alone),
+      TEST(staging_that_fails_is_told_to_all),
       TEST(leaving_with_peers_at_work_is_told),
       TEST(closed_group_refuses),
       TEST(barrier_waits_for_all),

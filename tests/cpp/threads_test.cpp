@@ -49,6 +49,21 @@ struct Rank {
 std::atomic<int> finalized{0};
 std::atomic<int> failures{0};
 
+std::shared_ptr<CountedOperation> sum_of(std::vector<int64_t>& data) {
+  auto operation = std::make_shared<CountedOperation>(finalized);
+  Descriptor& d = operation->descriptor;
+  d.kind = OpKind::kAllReduce;
+  d.dtype = DType::kInt64;
+  d.reduce_op = ReduceOp::kSum;
+  d.count = data.size();
+  const Segment segment{reinterpret_cast<std::byte*>(data.data()), static_cast<int64_t>(data.size())};
+  operation->inputs = {segment};
+  operation->outputs = {segment};
+  const auto begin = reinterpret_cast<uintptr_t>(data.data());
+  operation->ranges = {{begin, begin + data.size() * sizeof(int64_t), true}};
+  return operation;
+}
+
 // One caller: a mixture of synchronous and asynchronous operations, small (inline) and larger (batched).
 void call(Rank& rank, const GroupPtr& group, int seed) {
   for (int round = 0; round < kRounds; ++round) {
@@ -57,17 +72,7 @@ void call(Rank& rank, const GroupPtr& group, int seed) {
                                              std::vector<int64_t>(round % 7 == 0 ? 300 : 4, 1));
     std::vector<std::shared_ptr<CountedOperation>> operations;
     for (auto& data : values) {
-      auto operation = std::make_shared<CountedOperation>(finalized);
-      Descriptor& d = operation->descriptor;
-      d.kind = OpKind::kAllReduce;
-      d.dtype = DType::kInt64;
-      d.reduce_op = ReduceOp::kSum;
-      d.count = data.size();
-      const Segment segment{reinterpret_cast<std::byte*>(data.data()), static_cast<int64_t>(data.size())};
-      operation->inputs = {segment};
-      operation->outputs = {segment};
-      const auto begin = reinterpret_cast<uintptr_t>(data.data());
-      operation->ranges = {{begin, begin + data.size() * sizeof(int64_t), true}};
+      auto operation = sum_of(data);
       rank.coordinator.submit(group, operation);
       if (round % 3 == 0) operation->want_completion();
       operations.push_back(std::move(operation));
@@ -85,9 +90,47 @@ void call(Rank& rank, const GroupPtr& group, int seed) {
   }
 }
 
+// A submitter beyond the bound is slowed down by a fixed pace; it is never held up by a peer that has not come.
+void submission_beyond_the_bound_is_paced() {
+  constexpr int kBound = 50, kBeyond = 200;
+  Settings settings;
+  settings.queue_operations = kBound;
+  sim::SimWorld world(1, {settings, settings});
+  world.deliver_at_once();
+  const std::vector<GroupPtr> group = world.make_group("paced", {0, 1});
+  std::vector<std::vector<int64_t>> values[2] = {std::vector<std::vector<int64_t>>(kBound + kBeyond, {1}),
+                                                 std::vector<std::vector<int64_t>>(kBound + kBeyond, {2})};
+  {
+    Rank first(world, 0), second(world, 1);
+    Rank* ranks[] = {&first, &second};
+    std::shared_ptr<CountedOperation> last[2];
+    for (int r = 0; r < 2; ++r) {
+      Clock::time_point full;
+      for (int i = 0; i < kBound + kBeyond; ++i) {
+        if (i == kBound) full = Clock::now();
+        last[r] = sum_of(values[r][static_cast<size_t>(i)]);
+        ranks[r]->coordinator.submit(group[static_cast<size_t>(r)], last[r]);
+        ranks[r]->driver.pace();
+      }
+      if (r == 0 && (last[0]->done() || Clock::now() - full < kBeyond * Driver::kPace)) {
+        std::printf("%d operations beyond the bound were not slowed down\n", kBeyond);
+        failures.fetch_add(1);
+      }
+    }
+    for (int r = 0; r < 2; ++r) {
+      if (!ranks[r]->driver.wait_until([&] { return last[r]->done(); }, Clock::now() + std::chrono::seconds(60)))
+        failures.fetch_add(1);
+    }
+  }
+  for (const auto& data : values[0])
+    if (data.front() != 3) failures.fetch_add(1);
+}
+
 }  // namespace
 
 int main() {
+  submission_beyond_the_bound_is_paced();
+  finalized = 0;
   int expected = 0;
   {
     sim::SimWorld world(1, std::vector<Settings>(kRanks));

@@ -80,6 +80,7 @@ void MpiDataPlane::launch(Batch& batch, Completion& done) {
   // nothing) gets one that is complete at once, so that it ends in poll() like all others.
   if (task.remaining == 1) start(task, MPI_REQUEST_NULL);
   --task.remaining;
+  for (const auto& operation : batch.operations) operation->exposed = !task.packed && !operation->abandoned;
 }
 
 void MpiDataPlane::start(Task& task, MPI_Request request) {
@@ -120,6 +121,7 @@ std::byte* MpiDataPlane::pack(Task& task) {
     total += d.kind == OpKind::kBroadcast ? static_cast<int64_t>(o->descriptor.count) : total_count(o->inputs);
   }
   task.staging = pool_.take(static_cast<size_t>(total) * element);
+  task.packed = true;
   std::byte* to = task.staging.data.get();
   for (const auto& o : task.batch->operations) {
     for (const Segment& s : o->inputs) {

@@ -27,6 +27,7 @@ class MpiDataPlane final : public DataPlane {
     Completion* done = nullptr;
     int remaining = 1;  // one held by launch() itself, so that an early completion cannot end the task
     std::string error;
+    bool packed = false;         // MPI sees `staging` alone, never the callers' memory
     BufferPool::Block staging;   // packed inputs, and outputs where the collective is in place
     BufferPool::Block received;  // outputs that are unpacked afterwards
     void (MpiDataPlane::*unpack)(Task&) = nullptr;

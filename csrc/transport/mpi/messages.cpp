@@ -95,6 +95,7 @@ void Messages::send(const OperationPtr& operation) {
         "MPI_Isend");
   start(transfer, request);
   if (header.eager == 0) {
+    operation->exposed = true;
     in_chunks(bytes, [&](uint64_t offset, int piece) {
       check(MPI_Isend(data + offset, piece, MPI_BYTE, operation->peer, payload_tag(header.number), communicator_,
                       &request),
@@ -160,6 +161,7 @@ void Messages::deliver(const OperationPtr& operation, int source, std::unique_pt
   if (header.eager != 0) {
     if (header.bytes > 0) std::memcpy(to, packet->payload, header.bytes);
   } else {
+    operation->exposed = transfer.scratch == nullptr;
     in_chunks(header.bytes, [&](uint64_t offset, int piece) {
       check(MPI_Irecv(to + offset, piece, MPI_BYTE, source, payload_tag(header.number), communicator_, &request),
             "MPI_Irecv");

@@ -102,7 +102,7 @@ class SimWorld {
 };
 
 // A plain host array as an operation.
-class PlainOperation final : public Operation {
+class PlainOperation : public Operation {
  public:
   std::string describe() const override;
 };
