@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.two_hosts import two_hosts, why_not
 from job import Job, Programs, build, mpi_tool
-from two_hosts import two_hosts, why_not
 
 needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from harness.settings import clean_environment
+from harness.two_hosts import HOST_ADDRESSES
 
 _SHARED_MEMORY = Path("/dev/shm")
 _MARK = "TEST_JOB"
@@ -54,10 +55,12 @@ def launch(
     *options: str,
     limit: float = 60.0,
     environment: dict[str, str] | None = None,
+    hosts: list[list[str]] | None = None,
 ) -> Job:
     """Runs `body` on `ranks` ranks under torchrun, or in one plain process where `ranks` is None.
 
-    The body is a function at the top level of a test module. Temporary files of the job go to `folder`.
+    With `hosts` (see two_hosts) that many ranks run on each of them, under a torchrun of their own. The body is a
+    function at the top level of a test module. Temporary files of the job go to `folder`.
     Fails the test if the job does not end in time, or leaves processes, shared memory or files behind.
     """
     mark = uuid.uuid4().hex
@@ -65,38 +68,46 @@ def launch(
     temporary.mkdir()
     variables = clean_environment() | {_MARK: mark, "TMPDIR": str(temporary)} | (environment or {})
     call = ["harness.job_main", body.__module__, body.__name__, str(limit - 5)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *options]
+    places = [([], ["--standalone"])]
+    if hosts is not None:
+        meet = ["--nnodes", str(len(hosts)), "--master-addr", HOST_ADDRESSES[0], "--master-port", "29512"]
+        places = [(host, [*meet, "--node-rank", str(number)]) for number, host in enumerate(hosts)]
     begin = time.monotonic()
     with (folder / "output").open("w+b") as output:
-        process = subprocess.Popen(
-            [sys.executable, *(launcher if ranks else []), "-m", *call],
-            env=variables,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        processes = [
+            subprocess.Popen(
+                [*prefix, sys.executable, *([*launcher, *place] if ranks else []), "-m", *call],
+                env=variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            for prefix, place in places
+        ]
+    sessions = {process.pid for process in processes}
     used: set[str] = set()
-    while process.poll() is None and time.monotonic() - begin < limit:
-        for pid in _processes(mark, process.pid):
+    while any(process.poll() is None for process in processes) and time.monotonic() - begin < limit:
+        for pid in _processes(mark, sessions):
             used |= _mapped(pid)
         time.sleep(0.1)
     seconds = time.monotonic() - begin
-    in_time = process.poll() is not None
+    in_time = all(process.poll() is not None for process in processes)
     if not in_time:
-        _kill(_processes(mark, process.pid))
-        process.wait()
-    job = Job(process.returncode, (folder / "output").read_text(errors="replace"), seconds)
+        _kill(_processes(mark, sessions))
+    codes = [process.wait() for process in processes]
+    job = Job(next((code for code in codes if code), 0), (folder / "output").read_text(errors="replace"), seconds)
     if not in_time:
         pytest.fail(f"the job did not end within {limit:g} s:\n{job.output[-6000:]}", pytrace=False)
-    _check_nothing_is_left(mark, process.pid, used, temporary, job.output)
+    _check_nothing_is_left(mark, sessions, used, temporary, job.output)
     return job
 
 
-def _check_nothing_is_left(mark: str, session: int, used: set[str], temporary: Path, output: str) -> None:
+def _check_nothing_is_left(mark: str, sessions: set[int], used: set[str], temporary: Path, output: str) -> None:
     def leftovers() -> dict[str, list[object]]:
         found = {
-            "processes": _processes(mark, session),
+            "processes": _processes(mark, sessions),
             "shared memory": sorted(name for name in used if (_SHARED_MEMORY / name).exists()),
             "files": sorted(str(path) for path in temporary.glob("*multicomm*")),
         }
@@ -111,8 +122,8 @@ def _check_nothing_is_left(mark: str, session: int, used: set[str], temporary: P
         pytest.fail(f"left behind: {left} {commands}\n{output[-3000:]}", pytrace=False)
 
 
-def _processes(mark: str, session: int) -> list[int]:
-    """Processes of a job: of its session, or with its mark in their environment."""
+def _processes(mark: str, sessions: set[int]) -> list[int]:
+    """Processes of a job: of its sessions, or with its mark in their environment."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -122,7 +133,7 @@ def _processes(mark: str, session: int) -> list[int]:
             marked = f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if fields[0] != "Z" and (marked or int(fields[3]) == session):
+        if fields[0] != "Z" and (marked or int(fields[3]) in sessions):
             found.append(int(entry.name))
     return found
 

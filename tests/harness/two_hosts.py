@@ -8,6 +8,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
+HOST_ADDRESSES = ("10.79.0.1", "10.79.0.2")
+
 
 def why_not() -> str | None:
     """Why this machine cannot have them."""
@@ -35,8 +37,8 @@ def two_hosts() -> Iterator[list[list[str]]]:
             made.append(name)
             _ip("-n", name, "link", "set", "lo", "up")
         _ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
-        for number, (name, end) in enumerate(zip(names, ends, strict=True), 1):
-            _ip("-n", name, "addr", "add", f"10.79.0.{number}/24", "dev", end)
+        for name, end, address in zip(names, ends, HOST_ADDRESSES, strict=True):
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
             _ip("-n", name, "link", "set", end, "up")
         # Each program replaces the one before it, so the process that was started is the rank itself.
         host = 'hostname "$0"; exec "$@"'
