@@ -80,6 +80,13 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("options", &ProcessGroupMulticomm::getBackendOptions)
       .def("_set_default_timeout", &ProcessGroupMulticomm::setTimeout, py::arg("timeout"))
       .def("get_error", &ProcessGroupMulticomm::getError)
+      // MPI communicators are made by their members alone: the others have nothing to do for a split.
+      .def(
+          "perform_nocolor_split", [](ProcessGroupMulticomm&, const py::object&) {}, py::arg("device"))
+      .def_property_readonly("_global_ranks",
+                             [](const ProcessGroupMulticomm& pg) { return pg.description().global_ranks; })
+      .def_property_readonly("_world_rank", [](const ProcessGroupMulticomm& pg) { return pg.description().world_rank; })
+      .def_property_readonly("_world_size", [](const ProcessGroupMulticomm& pg) { return pg.description().world_size; })
       .def("abort", &ProcessGroupMulticomm::abort, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &ProcessGroupMulticomm::shutdown, py::call_guard<py::gil_scoped_release>());
 

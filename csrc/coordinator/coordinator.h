@@ -57,6 +57,8 @@ class Coordinator {
   // Publishes the error while the engine still needs the operation's tensors.
   void abandon(const OperationPtr& operation, ErrorPtr error);
   void close(GroupState& group);
+  // Keeps an operation's memory for as long as the process lives.
+  void keep(OperationPtr operation) { kept_.push_back(std::move(operation)); }
 
   // Called by the driver when a group's members have all left; takes the channel to be freed.
   std::function<void(std::shared_ptr<Channel>)> on_channel_released;
@@ -84,6 +86,7 @@ class Coordinator {
   std::vector<std::function<void()>> drained_tasks_;
   std::vector<GroupPtr> memory_waiters_;
   std::vector<GroupPtr> closed_;  // until the end of the step
+  std::vector<OperationPtr> kept_;
   bool memory_freed_ = false;
   Clock::time_point next_deadline_check_{};
 };

@@ -105,6 +105,10 @@ ErrorPtr broken_error(const GroupInfo& info, const std::string& what) {
   return make_error(ErrorKind::kBroken, prefix(info) + what + ". The group cannot be used further.");
 }
 
+ErrorPtr withdrawn_error(const GroupInfo& info, const Operation& operation) {
+  return make_error(ErrorKind::kTimeout, prefix(info) + numbered(operation) + ": nothing came in time.");
+}
+
 ErrorPtr lost_memory_error(const GroupInfo& info, const Operation& operation, const std::string& lost) {
   return make_error(ErrorKind::kUsage,
                     prefix(info) + operation.describe() +

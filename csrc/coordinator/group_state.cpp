@@ -121,6 +121,16 @@ void GroupState::point_to_point_done(const OperationPtr& operation, ErrorPtr err
   settle(operation, std::move(error));
 }
 
+void GroupState::withdraw(const OperationPtr& operation) {
+  take_submissions();
+  if (operation->done()) return;
+  const ErrorPtr error = withdrawn_error(info_, *operation);
+  const auto it = std::find(messages_.begin(), messages_.end(), operation);
+  if (it == messages_.end()) return abandon(operation, error);
+  messages_.erase(it);
+  settle(operation, error);
+}
+
 uint32_t GroupState::fill_record() {
   mine_.group_size = static_cast<uint32_t>(info_.size());
   mine_.leaving = leaving_ ? 1 : 0;
@@ -261,6 +271,8 @@ void GroupState::leave() {
   }
   take_submissions();
   fail_pending(error);
+  // A receive that nobody has sent for would keep the engine busy for ever.
+  for (const OperationPtr& operation : posted_messages_) abandon(operation, error);
   // Without a channel it is still being made, by all members or by none: it is left once it is there.
   if (creation_failed_) close();
   else coordinator_.make_ready(*this);
@@ -274,6 +286,9 @@ void GroupState::not_made(ErrorPtr error) {
 }
 
 void GroupState::close() {
+  // What MPI may still touch outlives the group.
+  for (const OperationPtr& operation : posted_messages_)
+    if (operation->exposed) coordinator_.keep(operation);
   closed_.store(true);
   coordinator_.close(*this);
 }

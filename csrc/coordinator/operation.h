@@ -68,6 +68,8 @@ class Operation {
   Clock::time_point deadline = Clock::time_point::max();
   uint64_t sequence = 0;  // within the group: of collectives, or of point-to-point operations
 
+  bool timed = false;  // asks for finished()
+
   uint64_t ticket = 0;  // place among all submissions of the process
 
   // Point-to-point only.
@@ -76,7 +78,8 @@ class Operation {
   int64_t bytes() const;  // of a point-to-point message, or of what this rank brings to a collective
 
   bool done() const { return done_.load(std::memory_order_acquire); }
-  const ErrorPtr& error() const { return error_; }  // valid once done
+  const ErrorPtr& error() const { return error_; }          // valid once done
+  Clock::time_point finished() const { return finished_; }  // valid once done, where `timed`
 
   // True for the one caller that has to run finalize().
   bool claim_finalize() { return !finalize_claimed_.exchange(true); }
@@ -97,12 +100,14 @@ class Operation {
 
   void mark_done(ErrorPtr error) {
     error_ = std::move(error);
+    if (timed) finished_ = Clock::now();
     done_.store(true);  // sequentially consistent: paired with want_completion() then done() in the face
   }
 
  private:
   ErrorPtr error_;
   std::vector<std::byte> input_copy_;  // driver
+  Clock::time_point finished_;
   std::atomic<bool> done_{false};
   std::atomic<bool> finalize_claimed_{false};
   std::atomic<bool> completion_wanted_{false};

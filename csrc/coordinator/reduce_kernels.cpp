@@ -70,6 +70,7 @@ void reduce_typed(ReduceOp op, void* dst, const void* src, int64_t count) {
   switch (op) {
     case ReduceOp::kNone: return;
     case ReduceOp::kSum:
+    case ReduceOp::kPremulSum:
     case ReduceOp::kAvg: return apply<T>(dst, src, count, add<T>);
     case ReduceOp::kProduct: return apply<T>(dst, src, count, multiply<T>);
     case ReduceOp::kMin:
@@ -142,9 +143,10 @@ bool can_reduce(DType dtype, ReduceOp op) {
     case DType::kOther8:
     case DType::kOther16:
     case DType::kOther32: return false;
-    case DType::kBool: return op != ReduceOp::kAvg && op != ReduceOp::kNone;
+    case DType::kBool: return op != ReduceOp::kAvg && op != ReduceOp::kPremulSum && op != ReduceOp::kNone;
     case DType::kComplex64:
-    case DType::kComplex128: return op == ReduceOp::kSum || op == ReduceOp::kAvg || op == ReduceOp::kProduct;
+    case DType::kComplex128:
+      return op == ReduceOp::kSum || op == ReduceOp::kAvg || op == ReduceOp::kProduct || op == ReduceOp::kPremulSum;
     case DType::kFloat16:
     case DType::kBFloat16:
     case DType::kFloat32:

@@ -54,6 +54,7 @@ const char* name_of(ReduceOp op) {
     case ReduceOp::kBitAnd: return "BAND";
     case ReduceOp::kBitOr: return "BOR";
     case ReduceOp::kBitXor: return "BXOR";
+    case ReduceOp::kPremulSum: return "PREMUL_SUM";
   }
   return "unknown reduce op";
 }

@@ -41,7 +41,8 @@ enum class DType : uint8_t {
   kOther32,
 };
 
-enum class ReduceOp : uint8_t { kNone, kSum, kAvg, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor };
+// kPremulSum: every rank brings its input already scaled by its own factor; from there on it is a sum.
+enum class ReduceOp : uint8_t { kNone, kSum, kAvg, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor, kPremulSum };
 
 enum class DeviceKind : uint8_t { kCpu, kCuda };
 

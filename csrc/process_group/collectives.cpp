@@ -1,4 +1,5 @@
 // Every collective of the c10d face: argument checks, descriptor, segments.
+#include <climits>
 #include <numeric>
 
 #include "process_group/arguments.h"
@@ -39,15 +40,17 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make(OpKind kin
 
 ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_reduce(const at::Tensor& tensor,
                                                                                  const c10d::ReduceOp& op) const {
-  auto operation = make(OpKind::kAllReduce, to_reduce_op("all_reduce", op, tensor.scalar_type()), tensor.scalar_type());
+  auto operation =
+      make(OpKind::kAllReduce, to_reduce_op(at("all_reduce"), op, tensor.scalar_type()), tensor.scalar_type());
   operation->descriptor.count = static_cast<uint64_t>(tensor.numel());
   mix_sizes(*operation, tensor.sizes());
+  operation->premultiply(factor_of(at("all_reduce"), op, tensor.scalar_type()));
   operation->add_in_place(tensor);
   return operation;
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  const at::Tensor& tensor = single_tensor("all_reduce", tensors);
+  const at::Tensor& tensor = single_tensor(at("all_reduce"), tensors);
   return submit({OpType::ALLREDUCE, "multicomm:all_reduce", opts.timeout, opts.asyncOp},
                 make_all_reduce(tensor, opts.reduceOp), tensors, tensors);
 }
@@ -56,7 +59,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allreduce_coalesced(Tensor
                                                                           const c10d::AllreduceCoalescedOptions& opts) {
   std::vector<TensorOperationPtr> operations;
   for (const at::Tensor& tensor : tensors) {
-    check_dense_cpu("all_reduce_coalesced", tensor);
+    check_dense_cpu(at("all_reduce_coalesced"), tensor);
     operations.push_back(make_all_reduce(tensor, opts.reduceOp));
   }
   return submit({OpType::ALLREDUCE_COALESCED, "multicomm:all_reduce_coalesced", opts.timeout, opts.asyncOp},
@@ -69,8 +72,8 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allreduce_sparse(Tensors&,
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  const at::Tensor& tensor = single_tensor("broadcast", tensors);
-  check_root("broadcast", opts.rootRank, size_);
+  const at::Tensor& tensor = single_tensor(at("broadcast"), tensors);
+  check_root(at("broadcast"), opts.rootRank, size_);
   auto operation = make(OpKind::kBroadcast, ReduceOp::kNone, tensor.scalar_type(), opts.rootRank);
   operation->descriptor.count = static_cast<uint64_t>(tensor.numel());
   mix_sizes(*operation, tensor.sizes());
@@ -80,12 +83,13 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::broadcast(Tensors& tensors
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  const at::Tensor& tensor = single_tensor("reduce", tensors);
-  check_root("reduce", opts.rootRank, size_);
-  auto operation = make(OpKind::kReduce, to_reduce_op("reduce", opts.reduceOp, tensor.scalar_type()),
+  const at::Tensor& tensor = single_tensor(at("reduce"), tensors);
+  check_root(at("reduce"), opts.rootRank, size_);
+  auto operation = make(OpKind::kReduce, to_reduce_op(at("reduce"), opts.reduceOp, tensor.scalar_type()),
                         tensor.scalar_type(), opts.rootRank);
   operation->descriptor.count = static_cast<uint64_t>(tensor.numel());
   mix_sizes(*operation, tensor.sizes());
+  operation->premultiply(factor_of(at("reduce"), opts.reduceOp, tensor.scalar_type()));
   if (opts.rootRank == rank_) operation->add_in_place(tensor);
   else operation->add_input(tensor);
   return submit({OpType::REDUCE, "multicomm:reduce", opts.timeout, opts.asyncOp}, operation, tensors, tensors);
@@ -93,10 +97,10 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::reduce(Tensors& tensors, c
 
 ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_gather(const Tensors& outputs,
                                                                                  const at::Tensor& input) const {
-  check_list("all_gather", "output", outputs, size_, input.scalar_type());
-  TORCH_CHECK_VALUE(outputs[static_cast<size_t>(rank_)].numel() == input.numel(),
-                    "multicomm: all_gather: this rank's input has ", input.numel(),
-                    " elements, its place in the output list ", outputs[static_cast<size_t>(rank_)].numel());
+  check_list(at("all_gather"), "output", outputs, size_, input.scalar_type());
+  TORCH_CHECK_VALUE(outputs[static_cast<size_t>(rank_)].numel() == input.numel(), at("all_gather"),
+                    ": this rank's input has ", input.numel(), " elements, its place in the output list ",
+                    outputs[static_cast<size_t>(rank_)].numel());
   auto operation = make(OpKind::kAllGather, ReduceOp::kNone, input.scalar_type());
   operation->add_input(input);
   for (const at::Tensor& output : outputs) operation->add_output(output);
@@ -108,8 +112,8 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_gather
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allgather(TensorLists& outputs, Tensors& inputs,
                                                                 const c10d::AllgatherOptions& opts) {
-  const at::Tensor& input = single_tensor("all_gather", inputs);
-  TORCH_CHECK_VALUE(outputs.size() == 1, "multicomm: all_gather takes one output list per call, not ", outputs.size());
+  const at::Tensor& input = single_tensor(at("all_gather"), inputs);
+  TORCH_CHECK_VALUE(outputs.size() == 1, at("all_gather"), " takes one output list per call, not ", outputs.size());
   return submit({OpType::ALLGATHER, "multicomm:all_gather", opts.timeout, opts.asyncOp},
                 make_all_gather(outputs.front(), input), inputs, outputs.front());
 }
@@ -117,16 +121,16 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allgather(TensorLists& out
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                                                           const c10d::AllgatherOptions& opts) {
   // One output list per rank, each with a tensor per input.
-  TORCH_CHECK_VALUE(static_cast<int>(outputs.size()) == size_, "multicomm: all_gather_coalesced: ", outputs.size(),
+  TORCH_CHECK_VALUE(static_cast<int>(outputs.size()) == size_, at("all_gather_coalesced"), ": ", outputs.size(),
                     " output lists for ", size_, " ranks");
   std::vector<TensorOperationPtr> operations;
   Tensors flat;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check_dense_cpu("all_gather_coalesced", inputs[i]);
+    check_dense_cpu(at("all_gather_coalesced"), inputs[i]);
     Tensors pieces;
     for (const Tensors& list : outputs) {
-      TORCH_CHECK_VALUE(list.size() == inputs.size(), "multicomm: all_gather_coalesced: an output list has ",
-                        list.size(), " tensors for ", inputs.size(), " inputs");
+      TORCH_CHECK_VALUE(list.size() == inputs.size(), at("all_gather_coalesced"), ": an output list has ", list.size(),
+                        " tensors for ", inputs.size(), " inputs");
       pieces.push_back(list[i]);
     }
     operations.push_back(make_all_gather(pieces, inputs[i]));
@@ -138,10 +142,10 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allgather_coalesced(Tensor
 
 ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_gather_into(const at::Tensor& output,
                                                                                       const at::Tensor& input) const {
-  check_dense_cpu("all_gather_into_tensor", output);
-  check_dense_cpu("all_gather_into_tensor", input);
-  check_same_dtype("all_gather_into_tensor", output, input);
-  TORCH_CHECK_VALUE(output.numel() == input.numel() * size_, "multicomm: all_gather_into_tensor: the output has ",
+  check_dense_cpu(at("all_gather_into_tensor"), output);
+  check_dense_cpu(at("all_gather_into_tensor"), input);
+  check_same_dtype(at("all_gather_into_tensor"), output, input);
+  TORCH_CHECK_VALUE(output.numel() == input.numel() * size_, at("all_gather_into_tensor"), ": the output has ",
                     output.numel(), " elements, ", size_, " inputs of ", input.numel(), " elements do not fill it");
   auto operation = make(OpKind::kAllGather, ReduceOp::kNone, input.scalar_type());
   operation->descriptor.count = static_cast<uint64_t>(input.numel());
@@ -159,7 +163,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::_allgather_base(at::Tensor
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "multicomm: all_gather_into_tensor_coalesced: ", outputs.size(),
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), at("all_gather_into_tensor_coalesced"), ": ", outputs.size(),
                     " outputs for ", inputs.size(), " inputs");
   std::vector<TensorOperationPtr> operations;
   for (size_t i = 0; i < inputs.size(); ++i) operations.push_back(make_all_gather_into(outputs[i], inputs[i]));
@@ -170,12 +174,13 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allgather_into_tensor_coal
 ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_reduce_scatter(const at::Tensor& output,
                                                                                      const Tensors& inputs,
                                                                                      const c10d::ReduceOp& op) const {
-  check_list("reduce_scatter", "input", inputs, size_, output.scalar_type());
-  TORCH_CHECK_VALUE(inputs[static_cast<size_t>(rank_)].numel() == output.numel(),
-                    "multicomm: reduce_scatter: this rank's output has ", output.numel(),
-                    " elements, its place in the input list ", inputs[static_cast<size_t>(rank_)].numel());
+  check_list(at("reduce_scatter"), "input", inputs, size_, output.scalar_type());
+  TORCH_CHECK_VALUE(inputs[static_cast<size_t>(rank_)].numel() == output.numel(), at("reduce_scatter"),
+                    ": this rank's output has ", output.numel(), " elements, its place in the input list ",
+                    inputs[static_cast<size_t>(rank_)].numel());
   auto operation =
-      make(OpKind::kReduceScatter, to_reduce_op("reduce_scatter", op, output.scalar_type()), output.scalar_type());
+      make(OpKind::kReduceScatter, to_reduce_op(at("reduce_scatter"), op, output.scalar_type()), output.scalar_type());
+  operation->premultiply(factor_of(at("reduce_scatter"), op, output.scalar_type()));
   for (const at::Tensor& input : inputs) operation->add_input(input);
   operation->add_output(output);
   operation->descriptor.count = static_cast<uint64_t>(output.numel());
@@ -186,22 +191,23 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_reduce_sca
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                                                      const c10d::ReduceScatterOptions& opts) {
-  const at::Tensor& output = single_tensor("reduce_scatter", outputs);
-  TORCH_CHECK_VALUE(inputs.size() == 1, "multicomm: reduce_scatter takes one input list per call, not ", inputs.size());
+  const at::Tensor& output = single_tensor(at("reduce_scatter"), outputs);
+  TORCH_CHECK_VALUE(inputs.size() == 1, at("reduce_scatter"), " takes one input list per call, not ", inputs.size());
   return submit({OpType::REDUCE_SCATTER, "multicomm:reduce_scatter", opts.timeout, opts.asyncOp},
                 make_reduce_scatter(output, inputs.front(), opts.reduceOp), inputs.front(), outputs);
 }
 
 ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_reduce_scatter_from(
     const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) const {
-  check_dense_cpu("reduce_scatter_tensor", output);
-  check_dense_cpu("reduce_scatter_tensor", input);
-  check_same_dtype("reduce_scatter_tensor", output, input);
-  TORCH_CHECK_VALUE(input.numel() == output.numel() * size_, "multicomm: reduce_scatter_tensor: the input has ",
+  check_dense_cpu(at("reduce_scatter_tensor"), output);
+  check_dense_cpu(at("reduce_scatter_tensor"), input);
+  check_same_dtype(at("reduce_scatter_tensor"), output, input);
+  TORCH_CHECK_VALUE(input.numel() == output.numel() * size_, at("reduce_scatter_tensor"), ": the input has ",
                     input.numel(), " elements, ", size_, " outputs of ", output.numel(), " elements need as many");
-  auto operation = make(OpKind::kReduceScatter, to_reduce_op("reduce_scatter_tensor", op, output.scalar_type()),
+  auto operation = make(OpKind::kReduceScatter, to_reduce_op(at("reduce_scatter_tensor"), op, output.scalar_type()),
                         output.scalar_type());
   operation->descriptor.count = static_cast<uint64_t>(output.numel());
+  operation->premultiply(factor_of(at("reduce_scatter_tensor"), op, output.scalar_type()));
   operation->add_split_input(input, std::vector<int64_t>(static_cast<size_t>(size_), output.numel()));
   operation->add_output(output);
   operation->mix_equal(0);
@@ -216,7 +222,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::_reduce_scatter_base(at::T
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "multicomm: reduce_scatter_tensor_coalesced: ", outputs.size(),
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), at("reduce_scatter_tensor_coalesced"), ": ", outputs.size(),
                     " outputs for ", inputs.size(), " inputs");
   std::vector<TensorOperationPtr> operations;
   for (size_t i = 0; i < inputs.size(); ++i)
@@ -241,22 +247,22 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::alltoall_base(at::Tensor& 
                                                                     std::vector<int64_t>& output_splits,
                                                                     std::vector<int64_t>& input_splits,
                                                                     const c10d::AllToAllOptions& opts) {
-  check_dense_cpu("all_to_all_single", output);
-  check_dense_cpu("all_to_all_single", input);
-  check_same_dtype("all_to_all_single", output, input);
+  check_dense_cpu(at("all_to_all_single"), output);
+  check_dense_cpu(at("all_to_all_single"), input);
+  check_same_dtype(at("all_to_all_single"), output, input);
   auto operation = make(OpKind::kAllToAll, ReduceOp::kNone, input.scalar_type());
-  operation->add_split_input(input, split_counts("all_to_all_single", "input", input, input_splits, size_));
-  operation->add_split_output(output, split_counts("all_to_all_single", "output", output, output_splits, size_));
+  operation->add_split_input(input, split_counts(at("all_to_all_single"), "input", input, input_splits, size_));
+  operation->add_split_output(output, split_counts(at("all_to_all_single"), "output", output, output_splits, size_));
   return submit({OpType::ALLTOALL_BASE, "multicomm:all_to_all_single", opts.timeout, opts.asyncOp},
                 finish_all_to_all(std::move(operation)), {input}, {output});
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::alltoall(Tensors& outputs, Tensors& inputs,
                                                                const c10d::AllToAllOptions& opts) {
-  TORCH_CHECK_VALUE(!inputs.empty(), "multicomm: all_to_all: the input list is empty");
+  TORCH_CHECK_VALUE(!inputs.empty(), at("all_to_all"), ": the input list is empty");
   const at::ScalarType dtype = inputs.front().scalar_type();
-  check_list("all_to_all", "input", inputs, size_, dtype);
-  check_list("all_to_all", "output", outputs, size_, dtype);
+  check_list(at("all_to_all"), "input", inputs, size_, dtype);
+  check_list(at("all_to_all"), "output", outputs, size_, dtype);
   auto operation = make(OpKind::kAllToAll, ReduceOp::kNone, dtype);
   for (const at::Tensor& tensor : inputs) operation->add_input(tensor);
   for (const at::Tensor& tensor : outputs) operation->add_output(tensor);
@@ -266,25 +272,25 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::alltoall(Tensors& outputs,
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::gather(TensorLists& outputs, Tensors& inputs,
                                                              const c10d::GatherOptions& opts) {
-  const at::Tensor& input = single_tensor("gather", inputs);
-  check_root("gather", opts.rootRank, size_);
+  const at::Tensor& input = single_tensor(at("gather"), inputs);
+  check_root(at("gather"), opts.rootRank, size_);
   auto operation = make(OpKind::kGather, ReduceOp::kNone, input.scalar_type(), opts.rootRank);
   operation->descriptor.count = static_cast<uint64_t>(input.numel());
   mix_sizes(*operation, input.sizes());
   operation->add_input(input);
   Tensors results;
   if (opts.rootRank == rank_) {
-    TORCH_CHECK_VALUE(outputs.size() == 1, "multicomm: gather needs one output list on the destination rank");
+    TORCH_CHECK_VALUE(outputs.size() == 1, at("gather"), " needs one output list on the destination rank");
     results = outputs.front();
-    check_list("gather", "output", results, size_, input.scalar_type());
+    check_list(at("gather"), "output", results, size_, input.scalar_type());
     for (const at::Tensor& output : results) {
-      TORCH_CHECK_VALUE(output.numel() == input.numel(), "multicomm: gather: an output has ", output.numel(),
+      TORCH_CHECK_VALUE(output.numel() == input.numel(), at("gather"), ": an output has ", output.numel(),
                         " elements, the input ", input.numel());
       operation->add_output(output);
     }
   } else {
-    TORCH_CHECK_VALUE(outputs.empty() || outputs.front().empty(),
-                      "multicomm: gather: only the destination rank has an output list");
+    TORCH_CHECK_VALUE(outputs.empty() || outputs.front().empty(), at("gather"),
+                      ": only the destination rank has an output list");
   }
   return submit({OpType::GATHER, "multicomm:gather", opts.timeout, opts.asyncOp}, operation, inputs,
                 std::move(results));
@@ -292,22 +298,22 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::gather(TensorLists& output
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::scatter(Tensors& outputs, TensorLists& inputs,
                                                               const c10d::ScatterOptions& opts) {
-  const at::Tensor& output = single_tensor("scatter", outputs);
-  check_root("scatter", opts.rootRank, size_);
+  const at::Tensor& output = single_tensor(at("scatter"), outputs);
+  check_root(at("scatter"), opts.rootRank, size_);
   auto operation = make(OpKind::kScatter, ReduceOp::kNone, output.scalar_type(), opts.rootRank);
   operation->descriptor.count = static_cast<uint64_t>(output.numel());
   mix_sizes(*operation, output.sizes());
   if (opts.rootRank == rank_) {
-    TORCH_CHECK_VALUE(inputs.size() == 1, "multicomm: scatter needs one input list on the source rank");
-    check_list("scatter", "input", inputs.front(), size_, output.scalar_type());
+    TORCH_CHECK_VALUE(inputs.size() == 1, at("scatter"), " needs one input list on the source rank");
+    check_list(at("scatter"), "input", inputs.front(), size_, output.scalar_type());
     for (const at::Tensor& input : inputs.front()) {
-      TORCH_CHECK_VALUE(input.numel() == output.numel(), "multicomm: scatter: an input has ", input.numel(),
+      TORCH_CHECK_VALUE(input.numel() == output.numel(), at("scatter"), ": an input has ", input.numel(),
                         " elements, the output ", output.numel());
       operation->add_input(input);
     }
   } else {
-    TORCH_CHECK_VALUE(inputs.empty() || inputs.front().empty(),
-                      "multicomm: scatter: only the source rank has an input list");
+    TORCH_CHECK_VALUE(inputs.empty() || inputs.front().empty(), at("scatter"),
+                      ": only the source rank has an input list");
   }
   operation->add_output(output);
   return submit({OpType::SCATTER, "multicomm:scatter", opts.timeout, opts.asyncOp}, operation, outputs, outputs);
@@ -318,9 +324,15 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::barrier(const c10d::Barrie
                 make(OpKind::kBarrier, ReduceOp::kNone, at::kByte), {}, {});
 }
 
+// Tags below 0 are ours.
+void ProcessGroupMulticomm::check_tag(const char* operation, int tag) const {
+  TORCH_CHECK_VALUE(tag >= 0, at(operation), ": tag ", tag, " is negative; tags are 0 to ", INT_MAX);
+}
+
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::send(Tensors& tensors, int destination, int tag) {
-  const at::Tensor& tensor = single_tensor("send", tensors);
-  check_root("send", destination, size_);
+  const at::Tensor& tensor = single_tensor(at("send"), tensors);
+  check_root(at("send"), destination, size_);
+  check_tag("send", tag);
   auto operation = make(OpKind::kSend, ReduceOp::kNone, tensor.scalar_type(), destination);
   operation->peer = destination;
   operation->tag = tag;
@@ -329,7 +341,8 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::send(Tensors& tensors, int
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::receive(Tensors& tensors, int source, int tag, OpType type) {
-  const at::Tensor& tensor = single_tensor("recv", tensors);
+  const at::Tensor& tensor = single_tensor(at("recv"), tensors);
+  check_tag("recv", tag);
   auto operation = make(OpKind::kRecv, ReduceOp::kNone, tensor.scalar_type(), source);
   operation->peer = source;
   operation->tag = tag;
@@ -338,7 +351,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::receive(Tensors& tensors, 
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::recv(Tensors& tensors, int source, int tag) {
-  check_root("recv", source, size_);
+  check_root(at("recv"), source, size_);
   return receive(tensors, source, tag, OpType::RECV);
 }
 

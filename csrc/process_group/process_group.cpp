@@ -1,5 +1,6 @@
 #include "process_group/process_group.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <utility>
 
@@ -10,15 +11,16 @@ namespace {
 
 constexpr std::chrono::seconds kLeaveBound{3};
 
-[[noreturn]] void not_there(const char* what) {
-  C10_THROW_ERROR(NotImplementedError, std::string("multicomm: ") + what + " is not supported");
-}
+constexpr int kShrinkAbort = 1;  // torch.distributed's SHRINK_ABORT
+
+// Tags of our own, one per barrier, so that a rank that comes late for one does not pass for another.
+int monitored_barrier_tag(int number) { return -2 - number % (1 << 30); }
 
 }  // namespace
 
 ProcessGroupMulticomm::ProcessGroupMulticomm(const GroupDescription& d,
                                              const c10::intrusive_ptr<MulticommOptions>& options)
-    : Backend(d.rank, d.size), options_(options) {
+    : Backend(d.rank, d.size), description_(d), options_(options) {
   bootstrap::check_launcher(d.world_rank, d.world_size);
   GroupInfo info;
   info.name = d.name;
@@ -71,30 +73,174 @@ void ProcessGroupMulticomm::leave(std::chrono::milliseconds bound) {
   if (Runtime* runtime = Runtime::if_made()) runtime->leave_group(group_, bound);
 }
 
-void ProcessGroupMulticomm::monitoredBarrier(const c10d::BarrierOptions&, bool) { not_there("monitored_barrier"); }
-
-c10::intrusive_ptr<c10d::Backend> ProcessGroupMulticomm::split(const c10::intrusive_ptr<c10d::Store>&,
-                                                               const std::vector<int>&,
-                                                               const c10::intrusive_ptr<Options>&) {
-  not_there("split_group");
+ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::message(OpKind kind, const at::Tensor& tensor,
+                                                                         int peer, int tag) {
+  auto operation = make(kind, ReduceOp::kNone, tensor.scalar_type(), peer);
+  operation->peer = peer;
+  operation->tag = tag;
+  if (kind == OpKind::kSend) operation->add_input(tensor);
+  else operation->add_output(tensor);
+  Runtime::get().coordinator().submit(group_, operation);
+  return operation;
 }
 
-c10::intrusive_ptr<c10d::Backend> ProcessGroupMulticomm::merge(const c10::intrusive_ptr<c10d::Store>&,
-                                                               const c10::intrusive_ptr<Options>&, const int&,
-                                                               const int&) {
-  not_there("merging groups");
+// Waits until the message is there; one that does not come is withdrawn, and the group goes on.
+void ProcessGroupMulticomm::receive_in_time(const TensorOperationPtr& operation,
+                                            Operation::Clock::time_point deadline) {
+  Runtime& runtime = Runtime::get();
+  if (runtime.driver().wait_until([&] { return operation->done(); }, deadline, Runtime::interrupt_check())) return;
+  runtime.coordinator().post([group = group_, operation] { group->withdraw(operation); });
+  runtime.driver().wait_until([&] { return operation->done(); }, Operation::Clock::time_point::max());
 }
 
-c10::intrusive_ptr<c10d::Backend> ProcessGroupMulticomm::shrink(const std::vector<int64_t>&, int,
-                                                                const c10::intrusive_ptr<Options>&) {
-  not_there("shrink_group");
+void ProcessGroupMulticomm::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  const auto timeout = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
+  const auto deadline = Operation::Clock::now() + timeout;
+  const int tag = monitored_barrier_tag(monitored_barriers_.fetch_add(1));
+  const Where where = at("monitored_barrier");
+  if (rank_ != 0) {
+    at::Tensor missing = at::empty({size_}, at::kByte);
+    const auto answer = message(OpKind::kRecv, missing, 0, tag);
+    message(OpKind::kSend, at::empty({0}, at::kByte), 0, tag);
+    receive_in_time(answer, deadline);
+    if (answer->error()) {
+      C10_THROW_ERROR(DistBackendError,
+                      c10::str(where, ": rank ", global_rank(0), " did not answer within ", timeout.count(),
+                               " ms: it has not called it, or gave up before. ", answer->error()->message));
+    }
+    report_missing(where, missing, timeout);
+    return;
+  }
+  std::vector<TensorOperationPtr> arrivals;
+  for (int peer = 1; peer < size_; ++peer)
+    arrivals.push_back(message(OpKind::kRecv, at::empty({0}, at::kByte), peer, tag));
+  at::Tensor missing = at::zeros({size_}, at::kByte);
+  auto* flags = missing.mutable_data_ptr<uint8_t>();
+  bool wait = true;
+  for (int peer = 1; peer < size_; ++peer) {
+    const auto& arrival = arrivals[static_cast<size_t>(peer - 1)];
+    // Without wait_all_ranks the first that is missing ends it: for the rest only what has come already counts.
+    receive_in_time(arrival, wait ? deadline : Operation::Clock::now());
+    flags[peer] = arrival->error() ? 1 : 0;
+    if (flags[peer] != 0 && !wait_all_ranks) wait = false;
+  }
+  if (!wait) {
+    bool first = true;
+    for (int peer = 1; peer < size_; ++peer) flags[peer] = flags[peer] != 0 && std::exchange(first, false) ? 1 : 0;
+  }
+  // Who came is told; who did not is told as well, for when he comes.
+  for (int peer = 1; peer < size_; ++peer) message(OpKind::kSend, missing, peer, tag);
+  report_missing(where, missing, timeout);
 }
 
-void ProcessGroupMulticomm::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&&) {
-  not_there("a completion hook");
+void ProcessGroupMulticomm::report_missing(const Where& where, const at::Tensor& missing,
+                                           std::chrono::milliseconds timeout) const {
+  std::string names;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (missing.const_data_ptr<uint8_t>()[peer] == 0) continue;
+    names += (names.empty() ? "" : ", ") + std::to_string(global_rank(peer));
+  }
+  if (names.empty()) return;
+  C10_THROW_ERROR(DistBackendError, c10::str(where, ": rank ", names, " did not come within ", timeout.count(),
+                                             " ms. The group can be used further."));
 }
 
-void ProcessGroupMulticomm::enableCollectivesTiming() { not_there("timing of collectives"); }
+c10::intrusive_ptr<c10d::Backend> ProcessGroupMulticomm::derive(const c10::intrusive_ptr<c10d::Store>& store,
+                                                                std::vector<int> global_ranks, int rank,
+                                                                const std::string& name,
+                                                                const c10::intrusive_ptr<Options>& opts) const {
+  GroupDescription d = description_;
+  d.store = store;
+  d.rank = rank;
+  d.size = static_cast<int>(global_ranks.size());
+  d.global_ranks = std::move(global_ranks);
+  d.name = name;
+  return c10::make_intrusive<ProcessGroupMulticomm>(
+      d, c10::make_intrusive<MulticommOptions>(opts ? opts->timeout : options_->timeout));
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupMulticomm::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                               const std::vector<int>& ranks,
+                                                               const c10::intrusive_ptr<Options>& opts) {
+  std::vector<int> members;
+  int own = -1;
+  for (const int r : ranks) {
+    check_root(at("split_group"), r, size_);
+    if (r == rank_) own = static_cast<int>(members.size());
+    members.push_back(global_rank(r));
+  }
+  if (own < 0) return nullptr;
+  return derive(store, std::move(members), own, opts && !opts->group_name.empty() ? opts->group_name : "split", opts);
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupMulticomm::shrink(const std::vector<int64_t>& ranks_to_exclude,
+                                                                int shrink_flags,
+                                                                const c10::intrusive_ptr<Options>& opts_override) {
+  const auto excluded = [&](int r) {
+    return std::find(ranks_to_exclude.begin(), ranks_to_exclude.end(), r) != ranks_to_exclude.end();
+  };
+  for (const int64_t r : ranks_to_exclude) check_root(at("shrink_group"), r, size_);
+  TORCH_CHECK_VALUE(!excluded(rank_), at("shrink_group"), ": this rank is among those to be excluded");
+  std::vector<int> members;
+  int own = -1;
+  for (int r = 0; r < size_; ++r) {
+    if (excluded(r)) continue;
+    if (r == rank_) own = static_cast<int>(members.size());
+    members.push_back(global_rank(r));
+  }
+  if ((shrink_flags & kShrinkAbort) != 0) abort();
+  return derive(description_.store, std::move(members), own, description_.name + ":shrunk", opts_override);
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupMulticomm::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                                               const c10::intrusive_ptr<Options>& opts, const int& rank,
+                                                               const int& size) {
+  const auto key = [](int r) { return "multicomm/merge/" + std::to_string(r); };
+  const std::string own = std::to_string(description_.world_rank);
+  store->set(key(rank), std::vector<uint8_t>(own.begin(), own.end()));
+  std::vector<int> members;
+  for (int r = 0; r < size; ++r) {
+    store->wait({key(r)}, opts ? opts->timeout : options_->timeout);
+    const std::vector<uint8_t> text = store->get(key(r));
+    members.push_back(std::stoi(std::string(text.begin(), text.end())));
+  }
+  return derive(store, std::move(members), rank, opts && !opts->group_name.empty() ? opts->group_name : "merged", opts);
+}
+
+void ProcessGroupMulticomm::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  TORCH_CHECK(onCompletionHook_ == nullptr, at("register_on_completion_hook"), ": this group has a hook already");
+  TORCH_CHECK(group_->sequence() == 0, at("register_on_completion_hook"), ": must come before the first operation");
+  onCompletionHook_ = std::move(hook);
+  timing_.store(true);
+}
+
+void ProcessGroupMulticomm::waitForPendingWorks() {
+  std::unique_lock lock(pending_->mutex);
+  // The operations have deadlines of their own; the hook's run after them cannot be bounded.
+  pending_->none.wait(lock, [this] { return pending_->count == 0; });
+}
+
+// Arranges what is to happen when the Work is done; before its operations are submitted.
+void ProcessGroupMulticomm::observe(WorkState& state, const Call& call,
+                                    const std::vector<TensorOperationPtr>& operations) {
+  if (!timing_.load(std::memory_order_relaxed)) return;
+  state.timed = true;
+  state.started = Operation::Clock::now();
+  for (const auto& operation : operations) operation->timed = true;
+  if (onCompletionHook_ == nullptr) return;
+  for (const auto& operation : operations) operation->want_completion();
+  {
+    const std::lock_guard lock(pending_->mutex);
+    ++pending_->count;
+  }
+  state.hook = [hook = onCompletionHook_, pending = pending_, type = call.type,
+                sequence = group_->sequence()](const WorkState& done) {
+    const std::chrono::duration<float> active = done.finished - done.started;
+    hook(std::make_shared<c10d::WorkInfo>(type, sequence, done.started, done.finished, active));
+    const std::lock_guard lock(pending->mutex);
+    if (--pending->count == 0) pending->none.notify_all();
+  };
+}
 
 void ProcessGroupMulticomm::startCoalescing() {
   const std::lock_guard lock(mutex_);
@@ -134,6 +280,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::submit(const Call& call,
   for (const auto& operation : operations) operation->deadline = deadline;
   auto work = c10::make_intrusive<MulticommWork>(rank_, call.type, call.title, inputs, std::move(operations),
                                                  std::move(outputs));
+  observe(work->state(), call, work->operations());
   for (const auto& operation : work->operations()) runtime.coordinator().submit(group_, operation);
   // A synchronous caller waits right away and drives by itself: waking the thread would only take its core.
   if (call.async) runtime.driver().wake();

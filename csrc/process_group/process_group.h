@@ -1,12 +1,15 @@
 // The c10d face: checks arguments, turns a call into operations, hands them to the coordinator. No MPI here.
 #pragma once
 
+#include <atomic>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "process_group/arguments.h"
 #include "process_group/runtime.h"
 #include "process_group/work.h"
 
@@ -43,6 +46,8 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   const std::string getBackendName() const override { return "multicomm"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   bool supportsCoalescing() const override { return true; }
+  bool supportsSplitting() const override { return true; }
+  bool supportsShrinking() const override { return true; }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
   void setTimeout(std::chrono::milliseconds timeout) override;
@@ -76,18 +81,24 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int source, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
-  // Not there yet: each raises NotImplementedError with its name.
+  // A barrier whose group rank 0 names who does not come within the time-out: the first of them, or all. The others
+  // get the same names from it. The group stays usable; whoever comes late is told so by its own time-out.
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+  // New groups of some of this one's members (group ranks), or of processes that meet in `store`. Only the members of
+  // the new group take part; null for others.
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& opts) override;
-  c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
-                                    const c10::intrusive_ptr<Options>& opts, const int& rank, const int& size) override;
   c10::intrusive_ptr<Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
                                      const c10::intrusive_ptr<Options>& opts_override) override;
+  c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                    const c10::intrusive_ptr<Options>& opts, const int& rank, const int& size) override;
+  // `hook` runs on a completion thread, once per Work, also for those that fail.
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
-  void enableCollectivesTiming() override;
+  void waitForPendingWorks() override;
+  void enableCollectivesTiming() override { timing_.store(true); }
 
   GroupPtr group() const { return group_; }
+  const GroupDescription& description() const { return description_; }
 
  private:
   using TensorOperationPtr = std::shared_ptr<TensorOperation>;
@@ -107,6 +118,14 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   TensorOperationPtr make_reduce_scatter_from(const at::Tensor& output, const at::Tensor& input,
                                               const c10d::ReduceOp& op) const;
   TensorOperationPtr finish_all_to_all(TensorOperationPtr operation) const;
+  Where at(const char* operation) const { return {group_->info(), operation}; }
+  void check_tag(const char* operation, int tag) const;
+  void report_missing(const Where& where, const at::Tensor& missing, std::chrono::milliseconds timeout) const;
+  void observe(WorkState& state, const Call& call, const std::vector<TensorOperationPtr>& operations);
+  TensorOperationPtr message(OpKind kind, const at::Tensor& tensor, int peer, int tag);
+  void receive_in_time(const TensorOperationPtr& operation, Operation::Clock::time_point deadline);
+  c10::intrusive_ptr<Backend> derive(const c10::intrusive_ptr<c10d::Store>& store, std::vector<int> global_ranks,
+                                     int rank, const std::string& name, const c10::intrusive_ptr<Options>& opts) const;
   void leave(std::chrono::milliseconds bound);
   WorkPtr receive(Tensors& tensors, int source, int tag, c10d::OpType type);
   WorkPtr submit(const Call& call, std::vector<TensorOperationPtr> operations, const Tensors& inputs, Tensors outputs);
@@ -115,7 +134,18 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   }
   int global_rank(int64_t rank) const;
 
+  // Works whose hook has not run yet. Outlives the group: a hook may come after it.
+  struct Pending {
+    std::mutex mutex;
+    std::condition_variable none;
+    int64_t count = 0;  // guarded by mutex
+  };
+
+  const GroupDescription description_;
   const c10::intrusive_ptr<MulticommOptions> options_;
+  std::atomic<bool> timing_{false};
+  std::atomic<int> monitored_barriers_{0};
+  const std::shared_ptr<Pending> pending_ = std::make_shared<Pending>();
   GroupPtr group_;
   std::mutex mutex_;
   bool shut_down_ = false;                     // guarded by mutex_

@@ -58,20 +58,28 @@ std::exception_ptr to_exception(const ErrorPtr& error) {
       c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error->message));
 }
 
-void WorkState::one_done(const ErrorPtr& error) {
+void WorkState::one_done(const Operation& operation) {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   ErrorPtr first;
   {
     const std::lock_guard lock(mutex_);
-    if (error && !error_) error_ = error;
+    if (operation.error() && !error_) error_ = operation.error();
+    finished = std::max(finished, operation.finished());
     if (--remaining_ > 0) return;
     future = future_;
     first = error_;
   }
   if (on_done) std::exchange(on_done, nullptr)();
+  if (hook) std::exchange(hook, nullptr)(*this);
   if (!future) return;
   if (first) future->setError(to_exception(first));
   else future->markCompleted(c10::IValue(outputs_));
+}
+
+std::optional<std::chrono::duration<float, std::milli>> WorkState::duration() const {
+  const std::lock_guard lock(mutex_);
+  if (!timed || remaining_ > 0) return std::nullopt;
+  return finished - started;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkState::future() {
@@ -139,7 +147,7 @@ void TensorOperation::add(const at::Tensor& tensor, const std::vector<int64_t>* 
   tensors_.push_back(tensor);
   add_ranges(tensor, output);
   Staged staged{tensor, {}, inputs.size(), 0, outputs.size(), 0};
-  const bool direct = tensor.is_contiguous();
+  const bool direct = tensor.is_contiguous() && !(input && factor_.defined());
   auto* data = direct && tensor.numel() > 0 ? static_cast<std::byte*>(tensor.data_ptr()) : nullptr;
   const auto append = [&](std::vector<Segment>& segments, int64_t offset, int64_t count) {
     segments.push_back(
@@ -208,6 +216,7 @@ void TensorOperation::prepare() {
     s.buffer = s.inputs > 0
                    ? s.tensor.clone(at::MemoryFormat::Contiguous)
                    : at::empty(s.tensor.sizes(), s.tensor.options().memory_format(at::MemoryFormat::Contiguous));
+    if (s.inputs > 0 && factor_.defined()) s.buffer.mul_(factor_);
     auto* const base = static_cast<std::byte*>(s.buffer.data_ptr());
     const auto place = [&](std::vector<Segment>& segments, size_t first, size_t count) {
       auto* data = base;
@@ -228,7 +237,7 @@ void TensorOperation::finish() {
 }
 
 void TensorOperation::finalize() {
-  if (work) work->one_done(error());
+  if (work) work->one_done(*this);
 }
 
 }  // namespace multicomm

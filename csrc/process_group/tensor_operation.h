@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,13 +21,21 @@ class WorkState {
   explicit WorkState(std::vector<at::Tensor> outputs, size_t operations)
       : outputs_(std::move(outputs)), remaining_(operations) {}
   // Called once per operation, outside all engine locks.
-  void one_done(const ErrorPtr& error);
+  void one_done(const Operation& operation);
   c10::intrusive_ptr<c10::ivalue::Future> future();
   const std::vector<at::Tensor>& outputs() const { return outputs_; }
-  std::function<void()> on_done;  // set before submission; ends the profiler's event
+  // Between submission and the end of the last operation; needs timing (see ProcessGroupMulticomm).
+  std::optional<std::chrono::duration<float, std::milli>> duration() const;
+
+  // Set before submission.
+  std::function<void()> on_done;  // ends the profiler's event
+  std::function<void(const WorkState&)> hook;
+  bool timed = false;
+  Operation::Clock::time_point started;
+  Operation::Clock::time_point finished;  // valid in the hook
 
  private:
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   const std::vector<at::Tensor> outputs_;
   size_t remaining_;                                // guarded by mutex_
   ErrorPtr error_;                                  // guarded by mutex_
@@ -49,6 +58,8 @@ class TensorOperation final : public Operation {
   // Equal consecutive pieces of a contiguous tensor, one per rank.
   void add_split_input(const at::Tensor& tensor, const std::vector<int64_t>& counts);
   void add_split_output(const at::Tensor& tensor, const std::vector<int64_t>& counts);
+  // Scales every input added from here on, in a copy; `factor` has one element of the tensors' dtype, or is undefined.
+  void premultiply(at::Tensor factor) { factor_ = std::move(factor); }
   void mix_equal(uint64_t value);  // into the descriptor's hash of what must be equal
 
   std::string describe() const override;
@@ -71,8 +82,7 @@ class TensorOperation final : public Operation {
 
   std::vector<at::Tensor> tensors_;
   std::vector<Staged> staged_;
-  std::vector<int64_t> shown_inputs_;  // sizes for describe(): of the first tensor, or the pieces of a list
-  std::vector<int64_t> shown_outputs_;
+  at::Tensor factor_;
   const int shown_root_;
 };
 

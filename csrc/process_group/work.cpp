@@ -77,6 +77,14 @@ c10::intrusive_ptr<c10::ivalue::Future> MulticommWork::getFutureResult() {
   return result;
 }
 
+float MulticommWork::getDuration() const {
+  const auto duration = state_->duration();
+  TORCH_CHECK(duration.has_value(),
+              "multicomm: a duration is known once the operation is done, and only where "
+              "_enable_collectives_timing() was called on the group before it");
+  return duration->count();
+}
+
 uint64_t MulticommWork::getSequencenumber() const { return operations_.empty() ? 0 : operations_.front()->sequence; }
 
 }  // namespace multicomm

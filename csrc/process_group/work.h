@@ -28,8 +28,10 @@ class MulticommWork final : public c10d::Work {
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
+  float getDuration() const override;  // milliseconds; needs the group's timing, see enableCollectivesTiming
   uint64_t getSequencenumber() const override;
 
+  WorkState& state() { return *state_; }
   const std::vector<std::shared_ptr<TensorOperation>>& operations() const { return operations_; }
 
  private:

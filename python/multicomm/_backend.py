@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 try:
+    import torch
     import torch.distributed as dist
 except ImportError as error:
     raise ImportError("multicomm is a backend of torch.distributed: install torch >= 2.11 first") from error
@@ -81,14 +82,30 @@ def start(timeout: timedelta = _DEFAULT_START_TIMEOUT) -> None:
     _C.start(store, dist.get_rank(), dist.get_world_size(), timeout, _SERVER)
 
 
+def _backend_of(group: dist.ProcessGroup | None) -> _C.ProcessGroupMulticomm | None:
+    """Our part of a process group, if it has one."""
+    if group is None:
+        return None
+    try:
+        backend: object = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # none for CPU tensors
+        return None
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    return backend if isinstance(backend, _C.ProcessGroupMulticomm) else None
+
+
 def _create(opts: Any, options: _C.Options | None) -> Any:
     """torch's creator: called on the members of a group only."""
     options = _C.Options(opts.timeout) if options is None else options
+    ranks: Sequence[int] = list(opts.global_ranks_in_group) or list(range(opts.group_size))
     if dist.is_initialized():
         world_rank, world_size = dist.get_rank(), dist.get_world_size()
+        default = _backend_of(dist.group.WORLD)
+        if default is not None:  # may have been shrunk: MPI's world keeps its numbers
+            world_rank, world_size = default._world_rank, default._world_size
+            ranks = [default._global_ranks[rank] for rank in ranks]
     else:  # this is the default group
         world_rank, world_size = opts.group_rank, opts.group_size
-    ranks: Sequence[int] = list(opts.global_ranks_in_group) or list(range(opts.group_size))
     return _C.ProcessGroupMulticomm(
         opts.store,
         opts.group_rank,

@@ -64,6 +64,7 @@ MPI_Op Types::reduction(DType dtype, ReduceOp op) const {
   const bool logical = type == DType::kBool;
   switch (op) {
     case ReduceOp::kSum:
+    case ReduceOp::kPremulSum:
     case ReduceOp::kAvg: return logical ? MPI_LOR : MPI_SUM;
     case ReduceOp::kProduct: return logical ? MPI_LAND : MPI_PROD;
     case ReduceOp::kMin: return logical ? MPI_LAND : floating ? minimum_ : MPI_MIN;
