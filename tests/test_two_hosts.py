@@ -65,6 +65,12 @@ def test_every_operation(tmp_path: Path, hosts: list[list[str]], ranks: int) -> 
     launch(every_operation, ranks, tmp_path, hosts=hosts).check().says("every operation", 1)
 
 
+def test_every_operation_in_chunks(tmp_path: Path, hosts: list[list[str]]) -> None:
+    # As for counts over 2^31, which MPI's int cannot say: chunks that divide no size evenly.
+    chunks = {"MULTICOMM_CHUNK_ELEMENTS": "4999"}
+    launch(every_operation, 1, tmp_path, hosts=hosts, environment=chunks).check().says("every operation", 1)
+
+
 def train() -> None:
     me = join()
     across = dist.new_group([0, 2]), dist.new_group([1, 3])  # one rank of each host

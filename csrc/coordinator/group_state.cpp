@@ -167,7 +167,15 @@ void GroupState::on_round(const std::string* error) {
   uint32_t agreed = result_.agreed;
   for (uint32_t i = 0; i < agreed; ++i)
     if (result_.descriptors[i].checksum != 0) agreed = i;
-  const bool disagreement = agreed < result_.offered;
+  bool disagreement = agreed < result_.offered;
+  // An operation whose sizes are still to be exchanged ends the prefix; at its head, it has the round for itself.
+  bool sizes = false;
+  for (uint32_t i = 0; i < agreed; ++i) {
+    if (result_.descriptors[i].kind != OpKind::kGatherVariable) continue;
+    sizes = i == 0;
+    disagreement = false;
+    agreed = i;
+  }
 
   // Taken out first: a launch that fails gives the group up, which clears what is pending.
   const std::vector<OperationPtr> operations(pending_.begin(), pending_.begin() + agreed);
@@ -181,13 +189,10 @@ void GroupState::on_round(const std::string* error) {
   }
   launch_batches({operations.begin() + static_cast<std::ptrdiff_t>(inlined), operations.end()});
   if (disagreement && !broken_) {
-    // Every member has read the same result, so every member starts the table here, before any further round.
-    table_.resize(static_cast<size_t>(info_.size()));
-    my_entry_ = {};
-    const std::string text = pending_.front()->describe();
-    std::memcpy(my_entry_.text, text.data(), std::min(text.size(), sizeof(my_entry_.text) - 1));
-    round_active_ = true;
-    guarded([&] { channel_->control().start_table(my_entry_, table_.data(), table_done_); });
+    start_table(pending_.front()->describe());
+  } else if (sizes && !broken_) {
+    table_has_sizes_ = true;
+    start_table(std::to_string(pending_.front()->inputs.front().count));
   }
   react_to_members();
   coordinator_.make_ready(*this);
@@ -238,9 +243,42 @@ void GroupState::on_batch(BatchInFlight& flight, const std::string* error) {
   if (error != nullptr) broken(*error);
 }
 
+// Every member has read the same result, so every member starts the table here, before any further round.
+void GroupState::start_table(const std::string& mine) {
+  table_.resize(static_cast<size_t>(info_.size()));
+  my_entry_ = {};
+  std::memcpy(my_entry_.text, mine.data(), std::min(mine.size(), sizeof(my_entry_.text) - 1));
+  round_active_ = true;
+  guarded([&] { channel_->control().start_table(my_entry_, table_.data(), table_done_); });
+}
+
+void GroupState::on_piece_sizes() {
+  const OperationPtr operation = std::move(pending_.front());
+  pending_.pop_front();
+  std::vector<int64_t> sizes;
+  for (const TableEntry& entry : table_) sizes.push_back(std::stoll(entry.text));
+  try {
+    operation->set_piece_sizes(sizes);
+  } catch (const std::exception& failure) {
+    // No room for what comes, so the batch cannot be launched, nor any after it: peers would exchange other data.
+    const ErrorPtr cause = cannot_prepare_error(info_, *operation, failure.what());
+    settle(operation, cause);
+    return broken(cause->message);
+  }
+  {
+    const std::lock_guard lock(queue_mutex_);
+    ++statistics_.batched_operations;
+  }
+  launch_batches({operation});
+}
+
 void GroupState::on_table(const std::string* error) {
   round_active_ = false;
   if (error != nullptr) return broken(*error);
+  if (std::exchange(table_has_sizes_, false)) {
+    on_piece_sizes();
+    return coordinator_.make_ready(*this);
+  }
   const OperationPtr operation = std::move(pending_.front());
   pending_.pop_front();
   settle(operation, disagreement_error(info_, operation->sequence, table_));

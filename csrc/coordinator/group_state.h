@@ -92,7 +92,9 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   uint32_t fill_record();
   void start_round();
   void on_round(const std::string* error);
+  void start_table(const std::string& mine);
   void on_table(const std::string* error);
+  void on_piece_sizes();
   void on_batch(BatchInFlight& flight, const std::string* error);
   size_t finish_inline(const std::vector<OperationPtr>& operations);
   void launch_batches(const std::vector<OperationPtr>& operations);
@@ -125,7 +127,8 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   std::list<BatchInFlight> batches_;
   std::vector<OperationPtr> taken_;  // reused by take_submissions
   uint64_t next_batch_ = 0;
-  bool round_active_ = false;  // a round or its table is in flight
+  bool round_active_ = false;     // a round or its table is in flight
+  bool table_has_sizes_ = false;  // the table in flight says how much each member brings, not who disagrees
   bool leaving_ = false;
   bool creation_failed_ = false;
   bool broken_ = false;            // the transport failed: nothing more is started

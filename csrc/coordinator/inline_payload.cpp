@@ -34,6 +34,7 @@ std::optional<size_t> InlineLayout::bytes_of(const Descriptor& d) const {
     case OpKind::kScatter:
     case OpKind::kReduceScatter: pieces = group_size_; break;
     case OpKind::kAllToAll:
+    case OpKind::kGatherVariable:
     case OpKind::kSend:
     case OpKind::kRecv: return std::nullopt;
   }

@@ -52,6 +52,8 @@ class Operation {
   // Driver: makes `inputs` and `outputs` readable and writable (stages what is not contiguous). Called once, after
   // every operation on overlapping memory is done.
   virtual void prepare() {}
+  // Driver, kGatherVariable: how many elements each member brings, once all have submitted. Makes room in `outputs`.
+  virtual void set_piece_sizes(const std::vector<int64_t>&) {}
   // Driver: copies staged outputs back. Not called for a failed operation: no output is touched.
   virtual void finish() {}
   // Completes futures, runs callbacks, lets go of the tensors. Runs once, on the completion thread or in a waiter, with

@@ -58,6 +58,13 @@ const Known kKnown[] = {
     {"MULTICOMM_DETERMINISTIC", "1: a result is a function of the inputs bit for bit; no fusion (all ranks alike)",
      [](Settings& s, std::string_view v) { s.deterministic = parse_flag(v); },
      [](const Settings& s) { return std::string(s.deterministic ? "1" : "0"); }},
+    {"MULTICOMM_CHUNK_ELEMENTS",
+     "most elements (bytes, of a message) that one MPI call moves; larger ones take several (all ranks alike)",
+     [](Settings& s, std::string_view v) {
+       s.chunk_elements = parse_number(v);
+       if (s.chunk_elements == 0 || s.chunk_elements > INT32_MAX) reject(v, "between 1 and 2147483647");
+     },
+     [](const Settings& s) { return std::to_string(s.chunk_elements); }},
     {"MULTICOMM_QUEUE_OPERATIONS", "unfinished operations per process beyond which submission is slowed down",
      [](Settings& s, std::string_view v) { s.queue_operations = parse_number(v); },
      [](const Settings& s) { return std::to_string(s.queue_operations); }},
@@ -75,7 +82,7 @@ std::string Settings::shared_text() const {
   text << "protocol=" << kProtocolVersion << " record=" << sizeof(Record)
        << " MULTICOMM_FUSION_BYTES=" << fusion_buffer_bytes
        << " MULTICOMM_FUSION_OPERATION_BYTES=" << fusion_operation_bytes
-       << " MULTICOMM_DETERMINISTIC=" << (deterministic ? 1 : 0);
+       << " MULTICOMM_DETERMINISTIC=" << (deterministic ? 1 : 0) << " MULTICOMM_CHUNK_ELEMENTS=" << chunk_elements;
   return text.str();
 }
 

@@ -12,6 +12,7 @@ const char* name_of(OpKind kind) {
     case OpKind::kAllToAll: return "all_to_all";
     case OpKind::kGather: return "gather";
     case OpKind::kScatter: return "scatter";
+    case OpKind::kGatherVariable: return "all_gather of variable sizes";
     case OpKind::kBarrier: return "barrier";
     case OpKind::kSend: return "send";
     case OpKind::kRecv: return "recv";

@@ -15,6 +15,7 @@ enum class OpKind : uint8_t {
   kAllToAll,
   kGather,
   kScatter,
+  kGatherVariable,  // an all_gather whose sizes only their owners know until all members have submitted
   kBarrier,
   kSend,
   kRecv,

@@ -1,6 +1,7 @@
 #include "process_group/arguments.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
@@ -28,8 +29,18 @@ void check_dense_cpu(const Where& where, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.defined(), where, ": undefined tensor");
   TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == at::kStrided, where, " of ", tensor.layout(),
                               " tensors is not supported; convert it with to_dense()");
+  check_cpu(where, tensor);
+}
+
+void check_cpu(const Where& where, const at::Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(tensor.device().is_cpu(), where, " of tensors on ", tensor.device(),
                               " is not supported; this build moves CPU tensors");
+}
+
+void check_writable(const Where& where, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, where,
+                    ": elements of a tensor that takes a result share memory (sizes ", tensor.sizes(), ", strides ",
+                    tensor.strides(), "); pass a clone()");
 }
 
 void check_root(const Where& where, int64_t root, int size) {

@@ -20,7 +20,10 @@ struct Where {
 std::ostream& operator<<(std::ostream& out, const Where& where);  // "multicomm: rank 1: group 'x' (ranks [0, 1]): send"
 
 const at::Tensor& single_tensor(const Where& where, const std::vector<at::Tensor>& tensors);
+void check_cpu(const Where& where, const at::Tensor& tensor);
 void check_dense_cpu(const Where& where, const at::Tensor& tensor);
+// Whether a result can be put into the tensor: no two elements share memory.
+void check_writable(const Where& where, const at::Tensor& tensor);
 void check_root(const Where& where, int64_t root, int size);
 // One tensor per rank, all of `dtype`.
 void check_list(const Where& where, const char* what, const std::vector<at::Tensor>& list, int size,

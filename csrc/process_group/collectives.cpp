@@ -4,6 +4,7 @@
 
 #include "process_group/arguments.h"
 #include "process_group/process_group.h"
+#include "process_group/sparse_operation.h"
 
 namespace multicomm {
 namespace {
@@ -40,6 +41,7 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make(OpKind kin
 
 ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_reduce(const at::Tensor& tensor,
                                                                                  const c10d::ReduceOp& op) const {
+  check_writable(at("all_reduce"), tensor);
   auto operation =
       make(OpKind::kAllReduce, to_reduce_op(at("all_reduce"), op, tensor.scalar_type()), tensor.scalar_type());
   operation->descriptor.count = static_cast<uint64_t>(tensor.numel());
@@ -50,6 +52,7 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_reduce
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  if (tensors.size() == 1 && tensors.front().is_sparse()) return allreduce_sparse(tensors, opts);
   const at::Tensor& tensor = single_tensor(at("all_reduce"), tensors);
   return submit({OpType::ALLREDUCE, "multicomm:all_reduce", opts.timeout, opts.asyncOp},
                 make_all_reduce(tensor, opts.reduceOp), tensors, tensors);
@@ -66,14 +69,25 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allreduce_coalesced(Tensor
                 std::move(operations), tensors, tensors);
 }
 
-ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) {
-  C10_THROW_ERROR(NotImplementedError,
-                  "multicomm: all_reduce of sparse tensors is not supported; convert with to_dense()");
+ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allreduce_sparse(Tensors& tensors,
+                                                                       const c10d::AllreduceOptions& opts) {
+  const Where where = at("all_reduce");
+  TORCH_CHECK_VALUE(tensors.size() == 1 && tensors.front().is_sparse(), where, ": takes one sparse COO tensor");
+  const at::Tensor& tensor = tensors.front();
+  check_cpu(where, tensor);
+  const ReduceOp op = to_reduce_op(where, opts.reduceOp, tensor.scalar_type());
+  const bool whole = c10::isIntegralType(tensor.scalar_type(), true);
+  TORCH_CHECK_VALUE(op == ReduceOp::kSum || (op == ReduceOp::kAvg && !whole), where, ": ", name_of(op), " of sparse ",
+                    tensor.scalar_type(), " tensors is not supported, SUM is (and AVG of floats)");
+  return submit({OpType::ALLREDUCE, "multicomm:all_reduce", opts.timeout, opts.asyncOp},
+                std::make_shared<SparseAllReduce>(tensor, op), {}, tensors);
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   const at::Tensor& tensor = single_tensor(at("broadcast"), tensors);
   check_root(at("broadcast"), opts.rootRank, size_);
+  // Also on the root, which only reads: a call that the others refuse would leave it waiting for them.
+  check_writable(at("broadcast"), tensor);
   auto operation = make(OpKind::kBroadcast, ReduceOp::kNone, tensor.scalar_type(), opts.rootRank);
   operation->descriptor.count = static_cast<uint64_t>(tensor.numel());
   mix_sizes(*operation, tensor.sizes());
@@ -85,6 +99,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::broadcast(Tensors& tensors
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   const at::Tensor& tensor = single_tensor(at("reduce"), tensors);
   check_root(at("reduce"), opts.rootRank, size_);
+  check_writable(at("reduce"), tensor);  // on every rank, as above
   auto operation = make(OpKind::kReduce, to_reduce_op(at("reduce"), opts.reduceOp, tensor.scalar_type()),
                         tensor.scalar_type(), opts.rootRank);
   operation->descriptor.count = static_cast<uint64_t>(tensor.numel());
@@ -103,7 +118,10 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_gather
                     outputs[static_cast<size_t>(rank_)].numel());
   auto operation = make(OpKind::kAllGather, ReduceOp::kNone, input.scalar_type());
   operation->add_input(input);
-  for (const at::Tensor& output : outputs) operation->add_output(output);
+  for (const at::Tensor& output : outputs) {
+    check_writable(at("all_gather"), output);
+    operation->add_output(output);
+  }
   operation->descriptor.count = static_cast<uint64_t>(input.numel());
   if (all_equal(operation->outputs)) mix_sizes(*operation, input.sizes());
   else mix_uneven(*operation, operation->outputs);
@@ -145,6 +163,7 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_gather
   check_dense_cpu(at("all_gather_into_tensor"), output);
   check_dense_cpu(at("all_gather_into_tensor"), input);
   check_same_dtype(at("all_gather_into_tensor"), output, input);
+  check_writable(at("all_gather_into_tensor"), output);
   TORCH_CHECK_VALUE(output.numel() == input.numel() * size_, at("all_gather_into_tensor"), ": the output has ",
                     output.numel(), " elements, ", size_, " inputs of ", input.numel(), " elements do not fill it");
   auto operation = make(OpKind::kAllGather, ReduceOp::kNone, input.scalar_type());
@@ -175,6 +194,7 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_reduce_sca
                                                                                      const Tensors& inputs,
                                                                                      const c10d::ReduceOp& op) const {
   check_list(at("reduce_scatter"), "input", inputs, size_, output.scalar_type());
+  check_writable(at("reduce_scatter"), output);
   TORCH_CHECK_VALUE(inputs[static_cast<size_t>(rank_)].numel() == output.numel(), at("reduce_scatter"),
                     ": this rank's output has ", output.numel(), " elements, its place in the input list ",
                     inputs[static_cast<size_t>(rank_)].numel());
@@ -202,6 +222,7 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_reduce_sca
   check_dense_cpu(at("reduce_scatter_tensor"), output);
   check_dense_cpu(at("reduce_scatter_tensor"), input);
   check_same_dtype(at("reduce_scatter_tensor"), output, input);
+  check_writable(at("reduce_scatter_tensor"), output);
   TORCH_CHECK_VALUE(input.numel() == output.numel() * size_, at("reduce_scatter_tensor"), ": the input has ",
                     input.numel(), " elements, ", size_, " outputs of ", output.numel(), " elements need as many");
   auto operation = make(OpKind::kReduceScatter, to_reduce_op(at("reduce_scatter_tensor"), op, output.scalar_type()),
@@ -250,6 +271,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::alltoall_base(at::Tensor& 
   check_dense_cpu(at("all_to_all_single"), output);
   check_dense_cpu(at("all_to_all_single"), input);
   check_same_dtype(at("all_to_all_single"), output, input);
+  check_writable(at("all_to_all_single"), output);
   auto operation = make(OpKind::kAllToAll, ReduceOp::kNone, input.scalar_type());
   operation->add_split_input(input, split_counts(at("all_to_all_single"), "input", input, input_splits, size_));
   operation->add_split_output(output, split_counts(at("all_to_all_single"), "output", output, output_splits, size_));
@@ -265,7 +287,10 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::alltoall(Tensors& outputs,
   check_list(at("all_to_all"), "output", outputs, size_, dtype);
   auto operation = make(OpKind::kAllToAll, ReduceOp::kNone, dtype);
   for (const at::Tensor& tensor : inputs) operation->add_input(tensor);
-  for (const at::Tensor& tensor : outputs) operation->add_output(tensor);
+  for (const at::Tensor& tensor : outputs) {
+    check_writable(at("all_to_all"), tensor);
+    operation->add_output(tensor);
+  }
   return submit({OpType::ALLTOALL, "multicomm:all_to_all", opts.timeout, opts.asyncOp},
                 finish_all_to_all(std::move(operation)), inputs, outputs);
 }
@@ -286,6 +311,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::gather(TensorLists& output
     for (const at::Tensor& output : results) {
       TORCH_CHECK_VALUE(output.numel() == input.numel(), at("gather"), ": an output has ", output.numel(),
                         " elements, the input ", input.numel());
+      check_writable(at("gather"), output);
       operation->add_output(output);
     }
   } else {
@@ -300,6 +326,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::scatter(Tensors& outputs, 
                                                               const c10d::ScatterOptions& opts) {
   const at::Tensor& output = single_tensor(at("scatter"), outputs);
   check_root(at("scatter"), opts.rootRank, size_);
+  check_writable(at("scatter"), output);
   auto operation = make(OpKind::kScatter, ReduceOp::kNone, output.scalar_type(), opts.rootRank);
   operation->descriptor.count = static_cast<uint64_t>(output.numel());
   mix_sizes(*operation, output.sizes());
@@ -343,6 +370,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::send(Tensors& tensors, int
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::receive(Tensors& tensors, int source, int tag, OpType type) {
   const at::Tensor& tensor = single_tensor(at("recv"), tensors);
   check_tag("recv", tag);
+  check_writable(at("recv"), tensor);
   auto operation = make(OpKind::kRecv, ReduceOp::kNone, tensor.scalar_type(), source);
   operation->peer = source;
   operation->tag = tag;

@@ -71,6 +71,7 @@ GroupPtr Runtime::make_group(GroupInfo info, mpi::GroupRequest request) {
   check_process();
   GroupPtr group = coordinator_.add_group(std::move(info));
   request.shared_settings = settings().shared_text();
+  request.largest_count = static_cast<int64_t>(settings().chunk_elements);
   request.made = [this, group](std::shared_ptr<Channel> channel) {
     coordinator_.post([group, channel = std::move(channel)] { group->connect(channel); });
     driver_.wake();

@@ -1,7 +1,6 @@
 #include "process_group/tensor_operation.h"
 
 #include <ATen/ATen.h>
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
 
@@ -140,14 +139,11 @@ void TensorOperation::add_ranges(const at::Tensor& tensor, bool write) {
 }
 
 void TensorOperation::add(const at::Tensor& tensor, const std::vector<int64_t>* counts, bool input, bool output) {
-  TORCH_CHECK_VALUE(!output || at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
-                    "multicomm: ", name_of(descriptor.kind),
-                    ": elements of a tensor that takes the result share memory (sizes ", tensor.sizes(), ", strides ",
-                    tensor.strides(), "); pass a clone() or contiguous() copy");
   tensors_.push_back(tensor);
   add_ranges(tensor, output);
   Staged staged{tensor, {}, inputs.size(), 0, outputs.size(), 0};
-  const bool direct = tensor.is_contiguous() && !(input && factor_.defined());
+  // A lazily conjugated or negated tensor does not hold the values that it stands for.
+  const bool direct = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() && !(input && factor_.defined());
   auto* data = direct && tensor.numel() > 0 ? static_cast<std::byte*>(tensor.data_ptr()) : nullptr;
   const auto append = [&](std::vector<Segment>& segments, int64_t offset, int64_t count) {
     segments.push_back(

@@ -45,7 +45,7 @@ class WorkState {
 // The exception that a caller sees: torch's DistBackendError.
 std::exception_ptr to_exception(const ErrorPtr& error);
 
-class TensorOperation final : public Operation {
+class TensorOperation : public Operation {
  public:
   // `root` is a group rank; `shown_root` is what the user called it (a global rank).
   TensorOperation(OpKind kind, ReduceOp reduce_op, at::ScalarType dtype, int root, int shown_root);

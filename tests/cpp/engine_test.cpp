@@ -277,6 +277,47 @@ void empty_buffer_pool_allocates() {
   REQUIRE(pool.take(size_t{1} << 20).data.get() == last);  // and is used again afterwards
 }
 
+void variable_sizes_are_exchanged_in_order() {
+  Pair pair;
+  std::vector<int64_t> a(8, 1), b(8, 2), c(500, 1), d(500, 2);
+  std::shared_ptr<sim::VariableGather> gathers[2][3];
+  for (int r = 0; r < 2; ++r) {
+    pair.submit(r, all_reduce(r == 0 ? a : b));
+    for (int i = 0; i < 3; ++i) {
+      const auto size = static_cast<size_t>(r == 0 ? i * 7 : 300 - i);  // empty on one rank at first
+      gathers[r][i] = std::make_shared<sim::VariableGather>(std::string(size, static_cast<char>('a' + 3 * r + i)));
+      pair.submit(r, gathers[r][i]);
+      if (i == 1) pair.submit(r, all_reduce(r == 0 ? c : d));
+    }
+  }
+  settle(pair.world);
+  REQUIRE(a[0] == 3 && c[499] == 3);
+  for (auto& of_rank : gathers) {
+    for (int i = 0; i < 3; ++i) {
+      REQUIRE(of_rank[i]->done() && !of_rank[i]->error());
+      REQUIRE(of_rank[i]->pieces[0] == std::string(static_cast<size_t>(i * 7), static_cast<char>('a' + i)));
+      REQUIRE(of_rank[i]->pieces[1] == std::string(static_cast<size_t>(300 - i), static_cast<char>('d' + i)));
+    }
+  }
+  const GroupStatistics s = pair.group[0]->statistics();
+  REQUIRE(s.batches == 4 && s.batched_operations == 4 && s.inline_operations == 1);
+}
+
+void variable_sizes_may_disagree_on_everything_else() {
+  Pair pair;
+  std::vector<int64_t> a(500, 1), b(500, 1), c(500, 2);
+  const auto gather = std::make_shared<sim::VariableGather>("text");
+  const auto sum = all_reduce(a);
+  pair.submit(0, gather);
+  pair.submit(1, sum);
+  pair.submit(0, all_reduce(b));
+  pair.submit(1, all_reduce(c));
+  settle(pair.world);
+  REQUIRE(gather->error() && sum->error() && a[0] == 1);
+  REQUIRE(sum->error()->message.find("rank 0: all_gather of variable sizes") != std::string::npos);
+  REQUIRE(b[0] == 3 && c[0] == 3);
+}
+
 struct Faulty final : sim::PlainOperation {
   explicit Faulty(const sim::PlainOperation& like, bool at_start) : at_start_(at_start) {
     descriptor = like.descriptor;
@@ -439,6 +480,8 @@ int main() {
       TEST(groups_do_not_wait_for_each_other),
       TEST(given_up_operation_keeps_its_input),
       TEST(memory_lost_to_the_transport_is_refused),
+      TEST(variable_sizes_are_exchanged_in_order),
+      TEST(variable_sizes_may_disagree_on_everything_else),
       TEST(empty_buffer_pool_allocates),
       TEST(copy_that_fails_fails_its_operation_alone),
       TEST(staging_that_fails_is_told_to_all),

@@ -94,9 +94,17 @@ class Program {
     Planned planned;
     Descriptor& d = planned.descriptor;
     d.dtype = DType::kInt64;
-    const OpKind kinds[] = {OpKind::kAllReduce, OpKind::kAllReduce, OpKind::kBroadcast, OpKind::kReduce,
-                            OpKind::kBarrier};
-    d.kind = kinds[pick(0, 4)];
+    const OpKind kinds[] = {OpKind::kAllReduce, OpKind::kAllReduce, OpKind::kBroadcast,
+                            OpKind::kReduce,    OpKind::kBarrier,   OpKind::kGatherVariable};
+    d.kind = kinds[pick(0, 5)];
+    if (d.kind == OpKind::kGatherVariable) {
+      d = sim::VariableGather("").descriptor;
+      planned.buffer = group.buffers.size();  // none of its own
+      group.buffers.emplace_back(group.members.size());
+      if (group.members.size() > 1 && chance(4)) planned.deviant = static_cast<int>(pick(0, group.members.size() - 1));
+      group.program.push_back(planned);
+      return;
+    }
     if (is_reduction(d.kind)) d.reduce_op = chance(80) ? ReduceOp::kSum : ReduceOp::kMax;
     if (d.kind == OpKind::kBroadcast || d.kind == OpKind::kReduce)
       d.root = static_cast<int32_t>(pick(0, group.members.size() - 1));
@@ -125,7 +133,7 @@ class Program {
       if (planned.deviant >= 0) continue;
       auto& values = group.expected[planned.buffer];
       const Descriptor& d = planned.descriptor;
-      if (d.kind == OpKind::kBarrier) continue;
+      if (d.kind == OpKind::kBarrier || d.kind == OpKind::kGatherVariable) continue;
       std::vector<int64_t> result = values[d.kind == OpKind::kBroadcast ? static_cast<size_t>(d.root) : 0];
       for (size_t m = 1; m < values.size() && is_reduction(d.kind); ++m) {
         for (size_t i = 0; i < result.size(); ++i) {
@@ -137,9 +145,18 @@ class Program {
     }
   }
 
+  // What a member brings to the gather that is operation `number` of its group; of any length, also none.
+  static std::string text_of(size_t number, size_t member) {
+    const uint64_t bits = mix(number * 64 + member);
+    return std::string(bits % 5 == 0 ? 0 : bits % 300, static_cast<char>('a' + member));
+  }
+
   void submit(Group& group, size_t member) {
     const Planned& planned = group.program[group.submitted[member].size()];
-    auto operation = std::make_shared<sim::PlainOperation>();
+    const size_t number = group.submitted[member].size();
+    const bool gathers = planned.descriptor.kind == OpKind::kGatherVariable;
+    auto operation = gathers ? std::make_shared<sim::VariableGather>(text_of(number, member))
+                             : std::make_shared<sim::PlainOperation>();
     Descriptor& d = operation->descriptor;
     d = planned.descriptor;
     if (planned.deviant == static_cast<int>(member)) d.equal_hash ^= 1;
@@ -147,7 +164,7 @@ class Program {
     const Segment segment{reinterpret_cast<std::byte*>(values.data()), static_cast<int64_t>(d.count)};
     const bool root = d.root == static_cast<int32_t>(member);
     bool writes = false;
-    if (d.kind != OpKind::kBarrier) {
+    if (d.kind != OpKind::kBarrier && !gathers) {
       if (d.kind != OpKind::kBroadcast || root) operation->inputs.push_back(segment);
       writes = d.kind == OpKind::kAllReduce || (d.kind == OpKind::kBroadcast ? !root : root);
       if (writes) operation->outputs.push_back(segment);
@@ -222,6 +239,11 @@ class Program {
     require(operation.sequence == index, what + ": wrong sequence number");
     if (group.program[index].deviant < 0) {
       require(operation.error() == nullptr, what + ": " + (operation.error() ? operation.error()->message : ""));
+      if (const auto* gather = dynamic_cast<const sim::VariableGather*>(&operation)) {
+        require(gather->pieces.size() == group.members.size(), what + ": wrong number of pieces");
+        for (size_t m = 0; m < gather->pieces.size(); ++m)
+          require(gather->pieces[m] == text_of(index, m), what + ": wrong piece of member " + std::to_string(m));
+      }
       return;
     }
     require(operation.error() != nullptr, what + ": a disagreement went unnoticed");

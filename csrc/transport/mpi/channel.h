@@ -12,8 +12,6 @@
 
 namespace multicomm::mpi {
 
-inline constexpr int64_t kLargestCount = int64_t{1} << 30;
-
 // What all groups of a process share.
 struct Shared final : Progress {
   size_t poll() override { return requests.poll() + pollers.poll(); }
@@ -28,12 +26,14 @@ struct Shared final : Progress {
 class MpiChannel final : public Channel {
  public:
   // `segment`: memory that all members share, where they are on one node.
-  MpiChannel(MPI_Comm control, MPI_Comm data, Shared& shared, std::unique_ptr<shm::Segment> segment)
+  // `largest_count`: of elements in one MPI call.
+  MpiChannel(MPI_Comm control, MPI_Comm data, Shared& shared, std::unique_ptr<shm::Segment> segment,
+             int64_t largest_count)
       : control_comm_(control),
         data_comm_(data),
         control_(control, shared.requests, *shared.types),
-        messages_(control, shared.requests, kLargestCount),
-        data_(data, shared.requests, *shared.types, shared.pool, messages_, kLargestCount) {
+        messages_(control, shared.requests, largest_count),
+        data_(data, shared.requests, *shared.types, shared.pool, messages_, largest_count) {
     if (!segment) return;
     int rank = 0, size = 1;
     check(MPI_Comm_rank(control, &rank), "MPI_Comm_rank");

@@ -67,7 +67,8 @@ void MpiDataPlane::launch(Batch& batch, Completion& done) {
     case OpKind::kAllReduce: all_reduce(task); break;
     case OpKind::kBroadcast: broadcast(task); break;
     case OpKind::kReduce: reduce(task); break;
-    case OpKind::kAllGather: all_gather(task); break;
+    case OpKind::kAllGather:
+    case OpKind::kGatherVariable: all_gather(task); break;
     case OpKind::kReduceScatter: reduce_scatter(task); break;
     case OpKind::kAllToAll:
     case OpKind::kGather:
@@ -142,9 +143,10 @@ void MpiDataPlane::unpack_staged(Task& task) {
   const size_t element = size_of(reduces ? accumulation_type(d.dtype) : d.dtype);
   std::byte* from = (task.received ? task.received : task.staging).data.get();
   for (const auto& o : task.batch->operations) {
-    const int64_t count = d.kind == OpKind::kAllGather || d.kind == OpKind::kReduceScatter
-                              ? total_count(o->outputs)
-                              : static_cast<int64_t>(o->descriptor.count);
+    const int64_t count =
+        d.kind == OpKind::kAllGather || d.kind == OpKind::kGatherVariable || d.kind == OpKind::kReduceScatter
+            ? total_count(o->outputs)
+            : static_cast<int64_t>(o->descriptor.count);
     if (!o->abandoned && !o->outputs.empty()) {
       if (reduces) average(d, from, count);
       std::byte* at = from;

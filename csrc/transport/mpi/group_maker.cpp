@@ -97,7 +97,7 @@ void make_channel(const GroupRequest& request, MPI_Comm world, int tag, Shared& 
     check(MPI_Comm_dup(control, &data), "MPI_Comm_dup");
     check(MPI_Comm_set_errhandler(data, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
     auto segment = make_segment(control, request.rank, static_cast<int>(request.ranks.size()));
-    request.made(std::make_shared<MpiChannel>(control, data, shared, std::move(segment)));
+    request.made(std::make_shared<MpiChannel>(control, data, shared, std::move(segment), request.largest_count));
   } catch (const std::exception& error) {
     request.failed(error.what(), false);
   }

@@ -22,6 +22,7 @@ struct GroupRequest {
   std::vector<int> ranks;         // global ranks in group order
   int rank = 0;                   // this process, in group order
   std::string shared_settings;    // what all members must have set alike
+  int64_t largest_count = 0;      // of elements in one MPI call
   std::chrono::milliseconds timeout{};
   std::function<void(std::shared_ptr<Channel>)> made;
   std::function<void(const std::string& why, bool timed_out)> failed;

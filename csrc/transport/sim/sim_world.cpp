@@ -26,6 +26,17 @@ void execute(const std::vector<Batch*>& batches) {
   }
   for (size_t i = 0; i < first.operations.size(); ++i) {
     const Descriptor& d = first.operations[i]->descriptor;
+    if (d.kind == OpKind::kGatherVariable) {
+      for (const Batch* batch : batches) {
+        const Operation& to = *batch->operations[i];
+        for (size_t m = 0; m < batches.size() && !to.abandoned; ++m) {
+          const Segment& from = batches[m]->operations[i]->inputs.front();
+          if (to.outputs[m].count != from.count) throw OrderViolation("a piece is not as large as was said");
+          if (from.count > 0) std::memcpy(to.outputs[m].data, from.data, static_cast<size_t>(from.count));
+        }
+      }
+      continue;
+    }
     const auto bytes = static_cast<size_t>(d.count) * size_of(d.dtype);
     if (bytes == 0) continue;
     std::vector<std::byte> result(bytes);
@@ -85,7 +96,8 @@ class SimChannel final : public Channel, ControlPlane, DataPlane {
   void launch(Batch& batch, Completion& done) override {
     const std::lock_guard lock(world_.mutex());
     Rendezvous& r = data_.join(member_);
-    r.batches.push_back(&batch);
+    r.batches.resize(static_cast<size_t>(data_.size));
+    r.batches[static_cast<size_t>(member_)] = &batch;
     enter(data_, r, done, [](Rendezvous& all) { execute(all.batches); });
   }
 
@@ -193,6 +205,19 @@ std::string SimWorld::trace() const {
   std::ostringstream text;
   for (const std::string& event : events_) text << "  " << event << '\n';
   return text.str();
+}
+
+VariableGather::VariableGather(std::string text) : own_(std::move(text)) {
+  descriptor.kind = OpKind::kGatherVariable;
+  descriptor.dtype = DType::kUint8;
+  descriptor.count = kUneven;
+  inputs = {{reinterpret_cast<std::byte*>(own_.data()), static_cast<int64_t>(own_.size())}};
+}
+
+void VariableGather::set_piece_sizes(const std::vector<int64_t>& sizes) {
+  for (const int64_t size : sizes) pieces.emplace_back(static_cast<size_t>(size), '?');
+  for (std::string& piece : pieces)
+    outputs.push_back({reinterpret_cast<std::byte*>(piece.data()), static_cast<int64_t>(piece.size())});
 }
 
 std::string PlainOperation::describe() const {

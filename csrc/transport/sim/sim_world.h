@@ -107,4 +107,15 @@ class PlainOperation : public Operation {
   std::string describe() const override;
 };
 
+// Gathers one text of every member.
+class VariableGather final : public PlainOperation {
+ public:
+  explicit VariableGather(std::string text);
+  void set_piece_sizes(const std::vector<int64_t>& sizes) override;
+  std::vector<std::string> pieces;  // by group rank, once done
+
+ private:
+  std::string own_;
+};
+
 }  // namespace multicomm::sim
