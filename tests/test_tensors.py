@@ -63,19 +63,17 @@ def test_sparse_operations_keep_their_order(me: Rank) -> None:
     same(data.to_dense(), want * me.world, "after the errors")
 
 
-@unless_gloo("takes what lies in memory")
 @on_ranks(2)
-def test_lazily_conjugated_and_negated_tensors(me: Rank) -> None:
+def test_lazily_conjugated_and_negated_inputs(me: Rank) -> None:
     source = torch.complex(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
     data = source.conj() if me.rank == 0 else torch.zeros_like(source)
     dist.group.WORLD.broadcast(data, 0).wait()  # torch's own functions refuse conjugates
     same(torch.view_as_real(data.resolve_conj()), [[1.0, -3.0], [2.0, -4.0]], "broadcast of a conjugate")
-    negated = source.clone().conj().imag
-    assert negated.is_neg()
-    dist.all_reduce(negated)
-    same(negated.resolve_neg(), [-6.0, -8.0], "all_reduce of a negated tensor")
+    # As inputs only: for outputs torch's dispatcher hands every backend a copy that it writes back too early.
     pieces = [torch.empty(2) for _ in range(2)]
-    dist.all_gather(pieces, source.clone().conj().imag)
+    negated = source.conj().imag
+    assert negated.is_neg()
+    dist.all_gather(pieces, negated)
     same(pieces[1], [-3.0, -4.0], "all_gather of a negated tensor")
 
 
