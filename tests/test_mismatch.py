@@ -242,35 +242,142 @@ def test_sequence_numbers_tell_the_operations_apart(me: Rank) -> None:
     assert numbers[1] == numbers[0] + 2, f"collectives {numbers}, with one in between"
 
 
+def wrong_calls(me: Rank) -> dict[str, tuple[Callable[[], object], type[Exception], str]]:
+    """Call, exception, and words of its text, by what is wrong with it."""
+    world, pair = me.world, me.groups["pair"].handle
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    sparse = torch.eye(3).to_sparse()
+    return {
+        "a list that is too short": (lambda: dist.all_gather([marked(2)], marked(2)), ValueError, "has 1 tensors"),
+        "lists of the wrong length": (
+            lambda: dist.reduce_scatter(marked(2), [marked(2)] * 2),
+            ValueError,
+            "has 2 tensors, the group has 3 ranks",
+        ),
+        "a place of another size": (
+            lambda: dist.all_gather([marked(3)] * world, marked(2)),
+            ValueError,
+            "has 2 elements, its place in the output list 3",
+        ),
+        "an output of the wrong size": (
+            lambda: dist.all_gather_into_tensor(marked(5), marked(2)),
+            ValueError,
+            "5 elements, 3 inputs of 2",
+        ),
+        "an input of the wrong size": (
+            lambda: dist.reduce_scatter_tensor(marked(2), marked(5)),
+            ValueError,
+            "the input has 5 elements",
+        ),
+        "an output of another dtype": (
+            lambda: dist.all_gather_into_tensor(marked(2 * world, dtype=torch.float64), marked(2)),
+            TypeError,
+            "input is Float, output is Double",
+        ),
+        "a list of two dtypes": (
+            lambda: dist.all_to_all([marked(2)] * 3, [marked(2), marked(2), marked(2, dtype=torch.int32)]),
+            ValueError,
+            "different dtypes",
+        ),
+        "rows that do not divide": (
+            lambda: dist.all_to_all_single(marked(4), marked(4)),
+            ValueError,
+            "is 4, not divisible by the 3 ranks",
+        ),
+        "input splits": (
+            lambda: dist.all_to_all_single(marked(3), marked(3), [1, 1, 1], [1, 1, 2]),
+            ValueError,
+            "input splits add up to 4, dimension 0 is 3",
+        ),
+        "output splits": (
+            lambda: dist.all_to_all_single(marked(3), marked(3), [1, 0, 1], [1, 1, 1]),
+            ValueError,
+            "output splits add up to 2",
+        ),
+        "the number of splits": (
+            lambda: dist.all_to_all_single(marked(3), marked(3), [3], [3]),
+            ValueError,
+            "1 (input|output) splits for 3 ranks",
+        ),
+        "a negative split": (
+            lambda: dist.all_to_all_single(marked(3), marked(3), [4, -1, 0], [4, -1, 0]),
+            ValueError,
+            "negative (input|output) split -1",
+        ),
+        "MAX of complex numbers": (
+            lambda: dist.all_reduce(marked(2, dtype=torch.complex64), dist.ReduceOp.MAX),
+            ValueError,
+            "complex",
+        ),
+        "AVG of bool": (
+            lambda: dist.all_reduce(marked(2, dtype=torch.bool), dist.ReduceOp.AVG),
+            ValueError,
+            "AVG has no meaning for Bool",
+        ),
+        "bits of floats": (
+            lambda: dist.reduce_scatter_tensor(marked(1), marked(3), dist.ReduceOp.BXOR),
+            ValueError,
+            "BXOR has no meaning for Float",
+        ),
+        "a device without data": (
+            lambda: backend.allreduce([torch.ones(2, device="meta")]),
+            NotImplementedError,
+            "tensors on meta",
+        ),
+        "a sparse tensor to be moved": (
+            lambda: backend.broadcast([sparse]),
+            NotImplementedError,
+            "convert it with to_dense",
+        ),
+        "two tensors": (lambda: backend.allreduce([marked(2), marked(2)]), ValueError, "one tensor per call, not 2"),
+        "no tensor": (lambda: backend.broadcast([]), ValueError, "one tensor per call, not 0"),
+        "a source that is no rank": (lambda: dist.broadcast(marked(2), group_src=3), ValueError, "rank 3 is not in"),
+        "a destination that is no rank": (lambda: dist.reduce(marked(2), group_dst=-1), ValueError, "rank -1 is not"),
+        "a peer that is no rank": (lambda: backend.send([marked(2)], 7, 0), ValueError, "rank 7 is not in"),
+        "a negative tag": (lambda: dist.send(marked(2), 0, tag=-3), ValueError, "tag -3 is negative"),
+        "a tag for recv": (lambda: dist.recv(marked(2), 0, tag=-3), ValueError, "tag -3 is negative"),
+        "a result on top of itself": (
+            lambda: dist.all_reduce(torch.ones(1).expand(3)),
+            ValueError,
+            "share memory",
+        ),
+        "gather lists everywhere": (
+            lambda: dist.group.WORLD.gather([[marked(2)] * 3], [marked(2)], _root(dist.GatherOptions(), 0)),
+            ValueError,
+            "only the destination rank has an output list",
+        ),
+        "a source outside the group": (lambda: dist.broadcast(marked(2), 0, pair), ValueError, "is not part of"),
+        "a group rank outside the group": (
+            lambda: dist.broadcast(marked(2), group=pair, group_src=2),
+            ValueError,
+            "rank 2 is not in the group of 2 ranks",
+        ),
+        "a scatter list that does not fit": (
+            lambda: dist.scatter(marked(2), [marked(2), marked(3), marked(2)], 1),
+            ValueError,
+            "an input has 3 elements, the output 2",
+        ),
+    }
+
+
+def _root(options: dist.GatherOptions, root: int) -> dist.GatherOptions:
+    options.rootRank = root
+    return options
+
+
 @on_ranks(3)
 def test_wrong_arguments_raise_at_the_call(me: Rank) -> None:
-    """On one rank alone: what a rank can see by itself never reaches the others."""
-    pair, world = me.groups["pair"], me.world
-    refused = (ValueError, RuntimeError, TypeError, NotImplementedError)
-    wrong: dict[str, Callable[[], object]] = {
-        "a list that is too short": lambda: dist.all_gather([marked(2)], marked(2)),
-        "an output of the wrong size": lambda: dist.all_gather_into_tensor(marked(5), marked(2)),
-        "an input of the wrong size": lambda: dist.reduce_scatter_tensor(marked(2), marked(5)),
-        "an output of another dtype": lambda: dist.all_gather_into_tensor(
-            marked(2 * world, dtype=torch.float64), marked(2)
-        ),
-        "rows that do not divide": lambda: dist.all_to_all_single(marked(4), marked(4)),
-        "input splits": lambda: dist.all_to_all_single(marked(3), marked(3), [1, 1, 1], [1, 1, 2]),
-        "output splits": lambda: dist.all_to_all_single(marked(3), marked(3), [1, 0, 1], [1, 1, 1]),
-        "the number of splits": lambda: dist.all_to_all_single(marked(3), marked(3), [3], [3]),
-        "a negative split": lambda: dist.all_to_all_single(marked(3), marked(3), [4, -1, 0], [4, -1, 0]),
-        "MAX of complex numbers": lambda: dist.reduce(marked(2, dtype=torch.complex64), 0, dist.ReduceOp.MAX),
-        "AVG of bool": lambda: dist.all_reduce(marked(2, dtype=torch.bool), dist.ReduceOp.AVG),
-    }
-    if pair.own >= 0:
-        wrong |= {
-            "a source outside the group": lambda: dist.broadcast(marked(2), 0, pair.handle),
-            "a destination outside the group": lambda: dist.reduce(marked(2), 0, group=pair.handle),
-            "a group rank outside the group": lambda: dist.broadcast(marked(2), group=pair.handle, group_src=2),
-        }
-    if me.rank == 1:
-        for what, call in wrong.items():
-            raises(call, what, refused)
-    check_sum(me.groups["world"], me)
-    if pair.own >= 0:
-        check_sum(pair, me)
+    """On one rank alone: what a rank can see by itself never reaches the others. A right call follows each."""
+    calls, faults = wrong_calls(me), []
+    for what, (call, kind, words) in calls.items():
+        if me.rank == 1:
+            try:
+                text = raises(call, what, kind, words)
+                if "multicomm" in text:
+                    assert re.search(r"multicomm: rank 1: group '.*' \(ranks \[(0, )?1, 2\]\): \w+", text), text
+            except Exception as fault:
+                faults.append(f"{what}: {fault!r}")
+        check_sum(me.groups["world"], me)
+        if me.groups["pair"].own >= 0:
+            check_sum(me.groups["pair"], me)
+    assert not faults, "\n".join(faults)

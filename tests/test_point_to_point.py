@@ -196,6 +196,7 @@ def test_a_message_of_another_size_is_an_error(me: Rank) -> None:
                 RuntimeError,
                 str(4 * sent),
                 str(4 * expected),
+                r"rank 1: group '0' \(ranks \[0, 1\]\): message \d+, recv from rank 0, tag 0",
             )
             same(data, filled(-1, expected), "the refused receive's tensor")
     # The messages behind it are not lost.

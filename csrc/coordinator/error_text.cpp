@@ -105,6 +105,10 @@ ErrorPtr broken_error(const GroupInfo& info, const std::string& what) {
   return make_error(ErrorKind::kBroken, prefix(info) + what + ". The group cannot be used further.");
 }
 
+ErrorPtr message_error(const GroupInfo& info, const Operation& operation, const OperationError& cause) {
+  return make_error(cause.kind, prefix(info) + numbered(operation) + ": " + cause.message);
+}
+
 ErrorPtr withdrawn_error(const GroupInfo& info, const Operation& operation) {
   return make_error(ErrorKind::kTimeout, prefix(info) + numbered(operation) + ": nothing came in time.");
 }

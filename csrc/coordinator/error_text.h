@@ -16,6 +16,7 @@ ErrorPtr closed_error(const GroupInfo& info);
 ErrorPtr aborted_error(const GroupInfo& info, const std::string& reason);
 ErrorPtr not_made_error(const GroupInfo& info, const std::string& why, bool timed_out);
 ErrorPtr broken_error(const GroupInfo& info, const std::string& what);
+ErrorPtr message_error(const GroupInfo& info, const Operation& operation, const OperationError& cause);
 ErrorPtr withdrawn_error(const GroupInfo& info, const Operation& operation);
 ErrorPtr lost_memory_error(const GroupInfo& info, const Operation& operation, const std::string& lost);
 ErrorPtr cannot_prepare_error(const GroupInfo& info, const Operation& operation, const std::string& what);

@@ -112,13 +112,13 @@ void GroupState::post_point_to_point() {
   }
 }
 
-void GroupState::point_to_point_done(const OperationPtr& operation, ErrorPtr error) {
+void GroupState::point_to_point_done(const OperationPtr& operation, const ErrorPtr& error) {
   const auto it = std::find(posted_messages_.begin(), posted_messages_.end(), operation);
   if (it != posted_messages_.end()) {
     std::swap(*it, posted_messages_.back());
     posted_messages_.pop_back();
   }
-  settle(operation, std::move(error));
+  settle(operation, error ? message_error(info_, *operation, *error) : nullptr);
 }
 
 void GroupState::withdraw(const OperationPtr& operation) {

@@ -67,7 +67,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void check_deadlines(Operation::Clock::time_point now);
   // Gives up one point-to-point operation for which its caller no longer waits; the group goes on.
   void withdraw(const OperationPtr& operation);
-  void point_to_point_done(const OperationPtr& operation, ErrorPtr error) override;
+  void point_to_point_done(const OperationPtr& operation, const ErrorPtr& error) override;
   std::shared_ptr<Channel> release_channel();
 
  private:

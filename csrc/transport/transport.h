@@ -51,7 +51,8 @@ class DataPlane {
 // Receives what a data plane has to say about point-to-point operations.
 class PointToPointSink {
  public:
-  virtual void point_to_point_done(const OperationPtr& operation, ErrorPtr error) = 0;
+  // `error`, if any, says what went wrong; of which group and operation is for the receiver of this to add.
+  virtual void point_to_point_done(const OperationPtr& operation, const ErrorPtr& error) = 0;
 
  protected:
   ~PointToPointSink() = default;

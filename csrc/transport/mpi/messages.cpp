@@ -54,8 +54,7 @@ void Messages::start(Transfer& transfer, MPI_Request request) {
 
 void Messages::Transfer::request_done(const MPI_Status&, const std::string* failure) {
   if (failure != nullptr && !error)
-    error = std::make_shared<const OperationError>(
-        OperationError{ErrorKind::kBroken, "multicomm: " + operation->describe() + ": " + *failure});
+    error = std::make_shared<const OperationError>(OperationError{ErrorKind::kBroken, *failure});
   if (--remaining == 0) owner->end(*this);
 }
 
@@ -121,7 +120,7 @@ void Messages::on_header(const MPI_Status& status, const std::string* failure) {
   listening_ = false;
   if (failure != nullptr) {
     const auto error =
-        std::make_shared<const OperationError>(OperationError{ErrorKind::kBroken, "multicomm: receive: " + *failure});
+        std::make_shared<const OperationError>(OperationError{ErrorKind::kBroken, "receive: " + *failure});
     for (const OperationPtr& operation : std::exchange(waiting_, {})) sink_->point_to_point_done(operation, error);
     return;
   }
@@ -147,8 +146,7 @@ void Messages::deliver(const OperationPtr& operation, int source, std::unique_pt
   operation->peer = source;
   if (header.bytes != expected) {
     std::ostringstream text;
-    text << "multicomm: " << operation->describe() << ": the tensor holds " << expected
-         << " bytes, but the message has " << header.bytes
+    text << "the tensor holds " << expected << " bytes, but the message has " << header.bytes
          << ". The message is discarded; send and receive tensors of one size and dtype.";
     transfer.error = std::make_shared<const OperationError>(OperationError{ErrorKind::kUsage, text.str()});
   }
