@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from harness.case import Buffer, Call, Case, Expected, blank, buffer_of, reduced, values
+from harness.settings import BACKEND
 
 
 def _start(case: Case, name: str, issue: Callable[[], dist.Work | None], expected: list[Expected]) -> Call:
@@ -224,8 +225,17 @@ def start(operation: str, case: Case) -> Call:
 
 
 def check_all(operation: str, cases: list[Case]) -> None:
-    """Runs the cases one after another, then all at once."""
+    """Runs the cases one after another, then all at once, then all of a group in one coalesced call."""
     for case in cases:
         start(operation, case).finish()
     for call in [start(operation, replace(case, asynchronous=True)) for case in cases]:
         call.finish()
+    if BACKEND == "gloo":
+        return  # it coalesces a few operations only
+    for group in {id(case.group): case.group for case in cases}.values():
+        backend = group.handle._get_backend(torch.device("cpu"))
+        backend._start_coalescing()
+        calls = [start(operation, replace(case, asynchronous=False)) for case in cases if case.group is group]
+        backend._end_coalescing().wait()
+        for call in calls:
+            call.verify()
