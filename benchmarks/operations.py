@@ -272,8 +272,8 @@ def page() -> Iterator[str]:
     yield "## Half precision\n"
     yield (
         f"Largest error of 100 000 sums and products of positive numbers of {HALF_RANKS} ranks against float64, in "
-        "units of the last place. multicomm reduces in float32 and rounds once, whatever the number of ranks; half a unit is "
-        "the best there is.\n"
+        "units of the last place. multicomm reduces in float32 and rounds once, whatever the number of ranks; half a "
+        "unit is the best there is.\n"
     )
     yield from table(
         ["", "multicomm", "Gloo"],
