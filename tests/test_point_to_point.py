@@ -153,6 +153,42 @@ def test_one_tensor_to_many_receives(me: Rank) -> None:
 
 
 @unless_gloo("crashes")
+@on_ranks(3, 4)
+def test_messages_while_the_others_are_in_a_collective(me: Rank) -> None:
+    for size in (3, 100_000):
+        if me.rank >= 2:
+            me.signal(f"{me.rank} waits in the barrier {size}")
+            dist.barrier()  # which cannot end before the messages below have
+            continue
+        for rank in range(2, me.world):
+            me.await_signal(f"{rank} waits in the barrier {size}")
+        for turn in range(10):
+            data = filled(me.rank + turn, size)
+            if me.rank == 0:
+                dist.send(data, 1)
+                dist.recv(data, 1)
+                same(data, filled(2 * turn, size), f"answer {turn}")
+            else:
+                got = torch.empty(size)
+                dist.recv(got, 0)
+                dist.send(got + turn, 0)
+        dist.barrier()
+
+
+@on_ranks(2, 3)
+def test_large_messages_that_cross(me: Rank) -> None:
+    """Every rank sends to all before it receives: nobody's buffers hold that much."""
+    size = 3_000_000
+    sends = [dist.isend(filled(10 * me.rank + peer, size), peer) for peer in range(me.world) if peer != me.rank]
+    for peer in range(me.world):
+        if peer != me.rank:
+            data = torch.empty(size)
+            dist.recv(data, peer)
+            same(data, filled(10 * peer + me.rank, size), f"from {peer}")
+    for send in sends:
+        send.wait()
+
+
 @on_ranks(1, 2)
 def test_messages_to_oneself(me: Rank) -> None:
     """A batch that goes over all ranks, this one included, works."""
