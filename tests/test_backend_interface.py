@@ -4,6 +4,7 @@ completion hooks, durations, premultiplied sums.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -233,3 +234,32 @@ def shrunk_world() -> None:
 
 def test_shrinking_the_world(tmp_path: Path) -> None:
     launch(shrunk_world, 4, tmp_path).check().says("went on", 3)
+
+
+@on_ranks(2)
+def test_options_errors_and_sequence_numbers(me: Rank) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=33))
+    backend = group._get_backend(torch.device("cpu"))
+    for options in (backend.options, copy.copy(backend.options), copy.deepcopy(backend.options)):
+        assert options._timeout == timedelta(seconds=33)
+    assert backend.supports_splitting and backend.supports_coalescing
+    backend.perform_nocolor_split(torch.device("cpu"))
+    backend._set_sequence_number_for_group()
+    assert backend._get_sequence_number_for_group() == 0
+    check_sum(group)
+    check_sum(group)
+    assert backend._get_sequence_number_for_group() == 2
+    assert backend.get_error() == torch._C._distributed_c10d.ErrorType.SUCCESS
+    work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+    assert work.get_future_result().wait() == 0
+    backend._set_default_timeout(timedelta(seconds=1))
+    if me.rank == 0:  # the new time-out holds from the next operation on
+        raises(lambda: dist.all_reduce(torch.ones(2), group=group), "a missing peer", dist.DistBackendError, "time-out")
+        assert backend.get_error() == torch._C._distributed_c10d.ErrorType.TIMEOUT
+        me.signal("given up")
+    else:
+        me.await_signal("given up")
+    backend.abort()
+    raises(lambda: dist.all_reduce(torch.ones(2), group=group), "a call after abort()", dist.DistBackendError)
+    backend.shutdown()
+    check_sum()
