@@ -187,7 +187,6 @@ def test_the_time_out_of_a_group_is_its_own(me: Rank, size: int) -> None:
         dist.destroy_process_group(handle)
 
 
-@pytest.mark.xfail(reason="a time-out says what was waited for, but not yet for whom", strict=True)
 @needs_multicomm("names nobody")
 @on_ranks(3)
 def test_a_time_out_names_who_did_not_come(me: Rank) -> None:

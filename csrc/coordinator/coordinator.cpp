@@ -1,7 +1,12 @@
 #include "coordinator/coordinator.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <sstream>
 #include <utility>
+
+#include "coordinator/error_text.h"
 
 namespace multicomm {
 
@@ -10,7 +15,10 @@ constexpr std::chrono::milliseconds kDeadlineCheck{50};
 }
 
 Coordinator::Coordinator(Settings settings, Progress& progress, CompletionSink& sink)
-    : settings_(std::move(settings)), progress_(progress), sink_(sink) {}
+    : warn([](const std::string& text) { std::fprintf(stderr, "%s\n", text.c_str()); }),
+      settings_(std::move(settings)),
+      progress_(progress),
+      sink_(sink) {}
 
 GroupPtr Coordinator::add_group(GroupInfo info) {
   auto group = std::make_shared<GroupState>(*this, std::move(info));
@@ -86,6 +94,8 @@ bool Coordinator::step(Clock::time_point now) {
   }
   if (now >= next_deadline_check_) {
     next_deadline_check_ = now + kDeadlineCheck;
+    now_ = now;
+    if (inquiries_ != nullptr) inquiries_->look();
     for (const GroupPtr& group : groups()) group->check_deadlines(now);
     drain_ready();
   }
@@ -94,6 +104,43 @@ bool Coordinator::step(Clock::time_point now) {
 }
 
 bool Coordinator::active() const { return unfinished() > 0 || has_inbox(); }
+
+Answer Coordinator::answer(const Inquiry& inquiry) {
+  Answer answer{inquiry.group, inquiry.number, 0, {}};
+  std::ostringstream text;
+  const GroupState* oldest = nullptr;
+  OperationPtr waiting;
+  bool known = false;
+  for (const GroupPtr& group : groups()) {
+    if (group->identity() == inquiry.group) {
+      known = true;
+      answer.submitted = group->sequence();
+      text << "has submitted " << answer.submitted << " collective" << (answer.submitted == 1 ? "" : "s")
+           << " of this group";
+      if (const ErrorPtr failure = group->failure()) text << ", and given it up";
+    }
+    const OperationPtr first = group->oldest_unfinished();
+    if (first && (!waiting || first->ticket < waiting->ticket)) {
+      waiting = first;
+      oldest = group.get();
+    }
+  }
+  if (!known) text << "has not made this group, or has left it";
+  if (waiting) {
+    text << "; it waits in " << oldest->describe() << " for " << numbered(*waiting) << ", for "
+         << std::chrono::duration_cast<std::chrono::seconds>(now_ - waiting->submitted).count() << " s";
+  } else {
+    text << "; it waits for no operation of multicomm";
+  }
+  const std::string all = text.str();
+  std::memcpy(answer.text, all.data(), std::min(all.size(), sizeof(answer.text) - 1));
+  return answer;
+}
+
+void Coordinator::answered(int global_rank, const Answer& answer) {
+  for (const GroupPtr& group : groups())
+    if (group->identity() == answer.group) group->answered(global_rank, answer);
+}
 
 void Coordinator::settle(OperationPtr operation, ErrorPtr error) {
   memory_.leave(*operation);

@@ -25,7 +25,7 @@ class CompletionSink {
   ~CompletionSink() = default;
 };
 
-class Coordinator {
+class Coordinator final : public InquirySink {
  public:
   using Clock = Operation::Clock;
 
@@ -43,6 +43,8 @@ class Coordinator {
   std::vector<GroupPtr> groups() const;
 
   OverlapGuard& memory() { return memory_; }
+  // Prints a warning; replaceable, for tests.
+  std::function<void(const std::string&)> warn;
 
   // --- driver ---
   // One step: polls the transport, takes submissions, starts what is due. Returns whether anything moved.
@@ -57,6 +59,10 @@ class Coordinator {
   // Publishes the error while the engine still needs the operation's tensors.
   void abandon(const OperationPtr& operation, ErrorPtr error);
   void close(GroupState& group);
+  void set_inquiries(InquiryPlane* plane) { inquiries_ = plane; }
+  InquiryPlane* inquiries() { return inquiries_; }  // null where nobody can be asked
+  Answer answer(const Inquiry& inquiry) override;
+  void answered(int global_rank, const Answer& answer) override;
   // Keeps an operation's memory for as long as the process lives.
   void keep(OperationPtr operation) { kept_.push_back(std::move(operation)); }
 
@@ -81,6 +87,7 @@ class Coordinator {
   OverlapGuard memory_;
 
   // Driver.
+  InquiryPlane* inquiries_ = nullptr;
   std::vector<GroupPtr> ready_;
   std::vector<GroupPtr> drained_groups_;
   std::vector<std::function<void()>> drained_tasks_;
@@ -89,6 +96,7 @@ class Coordinator {
   std::vector<OperationPtr> kept_;
   bool memory_freed_ = false;
   Clock::time_point next_deadline_check_{};
+  Clock::time_point now_{};  // of the last check
 };
 
 }  // namespace multicomm

@@ -10,7 +10,14 @@ ErrorPtr make_error(ErrorKind kind, std::string message) {
   return std::make_shared<const OperationError>(OperationError{kind, std::move(message)});
 }
 
-// "0-3, 5"
+int own_rank(const GroupInfo& info) { return info.ranks[static_cast<size_t>(info.rank)]; }
+
+std::string prefix(const GroupInfo& info) {
+  return "multicomm: rank " + std::to_string(own_rank(info)) + ": " + group_text(info) + ": ";
+}
+
+}  // namespace
+
 std::string rank_list(std::vector<int> ranks) {
   std::sort(ranks.begin(), ranks.end());
   std::ostringstream text;
@@ -25,19 +32,10 @@ std::string rank_list(std::vector<int> ranks) {
   return text.str();
 }
 
-int own_rank(const GroupInfo& info) { return info.ranks[static_cast<size_t>(info.rank)]; }
-
-std::string prefix(const GroupInfo& info) {
-  return "multicomm: rank " + std::to_string(own_rank(info)) + ": " + group_text(info) + ": ";
-}
-
-// "collective 4, all_reduce(SUM) of Float [3]"
 std::string numbered(const Operation& operation) {
   return (is_point_to_point(operation.descriptor.kind) ? "message " : "collective ") +
          std::to_string(operation.sequence) + ", " + operation.describe();
 }
-
-}  // namespace
 
 std::string group_text(const GroupInfo& info) {
   std::ostringstream text;
@@ -133,25 +131,39 @@ ErrorPtr cannot_finish_error(const GroupInfo& info, const Operation& operation, 
                                            ". The other ranks have theirs, and the group can be used further.");
 }
 
-ErrorPtr timeout_error(const GroupInfo& info, const Operation& operation, Standing standing) {
-  const bool message = is_point_to_point(operation.descriptor.kind);
-  std::string text = prefix(info) + "time-out of " + numbered(operation) + ": ";
+namespace {
+
+std::string standing_text(const Operation& operation, Standing standing, const std::string& who) {
   switch (standing) {
     case Standing::kNoChannel:
-      text +=
-          "the group's communicator does not exist yet; a rank of the group has not made it, or a rank of the default "
-          "world has not started multicomm";
-      break;
+      return "the group's communicator does not exist yet; a rank of the group has not made it, or a rank of the "
+             "default "
+             "world has not started multicomm";
     case Standing::kQueued:
-      text += "it has not begun, since an operation that this rank submitted before it is not done";
-      break;
+      return "it has not begun, since an operation that this rank submitted before it is not done";
     case Standing::kOffered:
-      text += message ? "the peer did not come" : "not every rank of the group has submitted it";
-      break;
-    case Standing::kAgreed: text += "every rank has submitted it, but its data is still on the way"; break;
+      if (is_point_to_point(operation.descriptor.kind)) return "the peer did not come" + who;
+      return who.empty() || who.front() == '\n' ? "not every rank of the group has submitted it" + who : who;
+    case Standing::kAgreed:
+      return "every rank has submitted it, but its data is still on the way" + (who.empty() ? "" : "; " + who);
   }
-  text += ". The group is given up on this rank; destroy it and make a new one, or set a longer time-out.";
-  return make_error(ErrorKind::kTimeout, text);
+  return {};
+}
+
+}  // namespace
+
+ErrorPtr timeout_error(const GroupInfo& info, const Operation& operation, Standing standing, const std::string& who) {
+  const std::string text = standing_text(operation, standing, who);
+  const bool lines = text.find('\n') != std::string::npos;
+  return make_error(ErrorKind::kTimeout,
+                    prefix(info) + "time-out of " + numbered(operation) + ": " + text + (lines ? "\n" : ". ") +
+                        "The group is given up on this rank; destroy it and make a new one, or set a longer time-out.");
+}
+
+std::string stall_text(const GroupInfo& info, const Operation& operation, Standing standing, const std::string& who,
+                       std::chrono::seconds since) {
+  return prefix(info) + numbered(operation) + " has been waiting for " + std::to_string(since.count()) +
+         " s: " + standing_text(operation, standing, who);
 }
 
 }  // namespace multicomm

@@ -8,7 +8,9 @@
 
 namespace multicomm {
 
-std::string group_text(const GroupInfo& info);  // "group 'name' (ranks [0, 2])"
+std::string rank_list(std::vector<int> ranks);     // "0-3, 5"
+std::string numbered(const Operation& operation);  // "collective 4, all_reduce(SUM) of Float [3]"
+std::string group_text(const GroupInfo& info);     // "group 'name' (ranks [0, 2])"
 ErrorPtr disagreement_error(const GroupInfo& info, uint64_t sequence, const std::vector<TableEntry>& table);
 ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank);
 ErrorPtr peer_left_error(const GroupInfo& info, int global_rank);
@@ -23,7 +25,10 @@ ErrorPtr cannot_prepare_error(const GroupInfo& info, const Operation& operation,
 ErrorPtr cannot_finish_error(const GroupInfo& info, const Operation& operation, const std::string& what);
 
 // How far an operation came before its time ran out.
-enum class Standing { kNoChannel, kQueued, kOffered, kAgreed };
-ErrorPtr timeout_error(const GroupInfo& info, const Operation& operation, Standing standing);
+enum class Standing : int { kNoChannel, kQueued, kOffered, kAgreed };
+// `who`: what its peers were found to be doing, see Stall::describe.
+ErrorPtr timeout_error(const GroupInfo& info, const Operation& operation, Standing standing, const std::string& who);
+std::string stall_text(const GroupInfo& info, const Operation& operation, Standing standing, const std::string& who,
+                       std::chrono::seconds since);
 
 }  // namespace multicomm

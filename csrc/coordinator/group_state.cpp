@@ -384,25 +384,86 @@ void GroupState::abandon(const OperationPtr& operation, const ErrorPtr& error) {
   coordinator_.abandon(operation, error);
 }
 
-void GroupState::check_deadlines(Operation::Clock::time_point now) {
-  const auto late = [&](const OperationPtr& o) { return !o->abandoned && o->deadline < now; };
-  OperationPtr first;
-  const auto look = [&](const auto& operations) {
-    for (const OperationPtr& operation : operations) {
-      if (!first && late(operation)) first = operation;
-    }
+// Calls use(operation, agreed) for what no caller has been told the end of.
+template <typename Use>
+void GroupState::for_unfinished(Use use) const {
+  const auto each = [&](const auto& operations, bool agreed) {
+    for (const OperationPtr& operation : operations)
+      if (!operation->abandoned) use(operation, agreed);
   };
-  for (const BatchInFlight& flight : batches_) look(flight.batch.operations);
-  const bool agreed = first != nullptr;
-  look(pending_);
-  look(messages_);
-  look(posted_messages_);
-  if (!first) return;
-  const Standing standing = channel_ == nullptr ? Standing::kNoChannel
-                            : agreed            ? Standing::kAgreed
-                            : first->prepared   ? Standing::kOffered
-                                                : Standing::kQueued;
-  give_up(timeout_error(info_, *first, standing));
+  for (const BatchInFlight& flight : batches_) each(flight.batch.operations, true);
+  each(pending_, false);
+  each(messages_, false);
+  each(posted_messages_, false);
+}
+
+OperationPtr GroupState::oldest_unfinished() const {
+  OperationPtr oldest;
+  for_unfinished([&](const OperationPtr& o, bool) {
+    if (!oldest || o->ticket < oldest->ticket) oldest = o;
+  });
+  return oldest;
+}
+
+Standing GroupState::standing_of(const Waiting& waiting) const {
+  return channel_ == nullptr           ? Standing::kNoChannel
+         : waiting.agreed              ? Standing::kAgreed
+         : waiting.operation->prepared ? Standing::kOffered
+                                       : Standing::kQueued;
+}
+
+void GroupState::answered(int global_rank, const Answer& answer) {
+  for (size_t r = 0; r < info_.ranks.size(); ++r) {
+    if (info_.ranks[r] != global_rank) continue;
+    for (Stall& stall : stalls_) stall.answered(static_cast<int>(r), answer);
+  }
+}
+
+std::string GroupState::who(const Operation& operation) {
+  InquiryPlane* plane = coordinator_.inquiries();
+  return plane == nullptr ? std::string() : stall_of(operation).describe(info_, operation, *plane);
+}
+
+// Asks about an operation that has waited for long, in good time before its time-out; warns once.
+void GroupState::inspect(const Waiting& waiting, Operation::Clock::time_point now) {
+  const Operation& operation = *waiting.operation;
+  if (channel_ == nullptr || coordinator_.inquiries() == nullptr) return;
+  const auto warning = coordinator_.settings().stall_warning;
+  const auto waited = now - operation.submitted;
+  const bool due = warning.count() > 0 && waited >= warning;
+  const bool near_end = operation.deadline != Operation::Clock::time_point::max() &&
+                        waited >= (operation.deadline - operation.submitted) / 2;
+  Stall& stall = stall_of(operation);
+  if (!due && !near_end) return;
+  if (!stall.asked_about(operation) || (due && !stall.warned))
+    stall.ask(info_, operation, identity(), *coordinator_.inquiries(), now);
+  if (!due || stall.warned || !stall.ready(now)) return;
+  stall.warned = true;
+  coordinator_.warn(stall_text(info_, operation, standing_of(waiting), who(operation),
+                               std::chrono::duration_cast<std::chrono::seconds>(waited)));
+}
+
+void GroupState::check_deadlines(Operation::Clock::time_point now) {
+  Waiting oldest[2], late;
+  for_unfinished([&](const OperationPtr& o, bool agreed) {
+    Waiting& first = oldest[is_point_to_point(o->descriptor.kind) ? 1 : 0];
+    if (!first.operation || o->ticket < first.operation->ticket) first = {o, agreed};
+    if (!late.operation && o->deadline < now) late = {o, agreed};
+  });
+  for (const Waiting& waiting : oldest) {
+    // One operation at a time: asking about two in turn, none would ever have its answers.
+    const bool taken =
+        late.operation && waiting.operation && &stall_of(*late.operation) == &stall_of(*waiting.operation);
+    if (waiting.operation && !taken) inspect(waiting, now);
+  }
+  if (!late.operation) return;
+  InquiryPlane* plane = coordinator_.inquiries();
+  if (channel_ != nullptr && plane != nullptr) {
+    Stall& stall = stall_of(*late.operation);
+    stall.ask(info_, *late.operation, identity(), *plane, now);
+    if (!stall.ready(now)) return;  // the next look is not far
+  }
+  give_up(timeout_error(info_, *late.operation, standing_of(late), who(*late.operation)));
 }
 
 }  // namespace multicomm

@@ -14,11 +14,13 @@
 #include "coordinator/batch.h"
 #include "coordinator/operation.h"
 #include "coordinator/record.h"
+#include "coordinator/stall.h"
 #include "transport/transport.h"
 
 namespace multicomm {
 
 class Coordinator;
+enum class Standing : int;
 
 struct GroupInfo {
   std::string name;        // readable, for errors, statistics and traces
@@ -65,6 +67,9 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   // on offered operations get their real input.
   void give_up(ErrorPtr error);
   void check_deadlines(Operation::Clock::time_point now);
+  uint64_t identity() const { return channel_ ? channel_->identity() : 0; }  // 0: not made yet
+  OperationPtr oldest_unfinished() const;
+  void answered(int global_rank, const Answer& answer);
   // Gives up one point-to-point operation for which its caller no longer waits; the group goes on.
   void withdraw(const OperationPtr& operation);
   void point_to_point_done(const OperationPtr& operation, const ErrorPtr& error) override;
@@ -86,6 +91,17 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
     void complete(const std::string* error) override { group->on_batch(*this, error); }
   };
 
+  // An operation that waits: the oldest collective and the oldest message are looked at.
+  struct Waiting {
+    OperationPtr operation;
+    bool agreed = false;
+  };
+  template <typename Use>
+  void for_unfinished(Use use) const;
+  Standing standing_of(const Waiting& waiting) const;
+  void inspect(const Waiting& waiting, Operation::Clock::time_point now);
+  Stall& stall_of(const Operation& operation) { return stalls_[is_point_to_point(operation.descriptor.kind) ? 1 : 0]; }
+  std::string who(const Operation& operation);
   void take_submissions();
   void post_point_to_point();
   bool enter(const OperationPtr& operation);
@@ -135,6 +151,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   bool announce_failure_ = false;  // peers have not been told yet that this rank gave the group up
   bool waits_for_memory_ = false;
   ErrorPtr preparation_failed_;
+  Stall stalls_[2];  // of collectives, of messages
   Record mine_;
   Record result_;
   TableEntry my_entry_{};

@@ -67,6 +67,7 @@ class Operation {
   std::vector<Segment> inputs;
   std::vector<Segment> outputs;
   std::vector<MemoryRange> ranges;
+  Clock::time_point submitted{};
   Clock::time_point deadline = Clock::time_point::max();
   uint64_t sequence = 0;  // within the group: of collectives, or of point-to-point operations
 

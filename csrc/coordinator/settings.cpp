@@ -71,6 +71,10 @@ const Known kKnown[] = {
     {"MULTICOMM_SHUTDOWN_SECONDS", "how long the end of a process waits for its peers, seconds",
      [](Settings& s, std::string_view v) { s.shutdown_timeout = parse_seconds(v); },
      [](const Settings& s) { return std::to_string(s.shutdown_timeout.count() / 1000.0); }},
+    {"MULTICOMM_STALL_WARNING",
+     "after how long an operation that waits is reported on stderr, with who it waits for, seconds (0: never)",
+     [](Settings& s, std::string_view v) { s.stall_warning = parse_seconds(v); },
+     [](const Settings& s) { return std::to_string(s.stall_warning.count() / 1000.0); }},
     {"MULTICOMM_LIBPMIX", "path of libpmix for the start-up under torchrun (default: the one that libmpi uses)",
      nullptr, [](const Settings&) { return std::string(); }},
 };

@@ -80,6 +80,7 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::message(OpKind 
   operation->tag = tag;
   if (kind == OpKind::kSend) operation->add_input(tensor);
   else operation->add_output(tensor);
+  operation->submitted = Operation::Clock::now();
   Runtime::get().coordinator().submit(group_, operation);
   return operation;
 }
@@ -276,8 +277,11 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::submit(const Call& call,
   }
   Runtime& runtime = Runtime::get();
   const auto timeout = call.timeout == c10d::kUnsetTimeout ? options_->timeout : call.timeout;
-  const auto deadline = Operation::Clock::now() + timeout;
-  for (const auto& operation : operations) operation->deadline = deadline;
+  const auto now = Operation::Clock::now();
+  for (const auto& operation : operations) {
+    operation->submitted = now;
+    operation->deadline = now + timeout;
+  }
   auto work = c10::make_intrusive<MulticommWork>(rank_, call.type, call.title, inputs, std::move(operations),
                                                  std::move(outputs));
   observe(work->state(), call, work->operations());

@@ -10,6 +10,7 @@
 #include "coordinator/coordinator.h"
 #include "coordinator/driver.h"
 #include "transport/mpi/group_maker.h"
+#include "transport/mpi/inquiries.h"
 
 namespace multicomm {
 
@@ -41,6 +42,7 @@ class Runtime {
  private:
   Runtime();
   void check_process() const;
+  void start_inquiries(MPI_Comm world);
   void shutdown(bool failed) noexcept;
 
   const int pid_;
@@ -48,6 +50,7 @@ class Runtime {
   CompletionQueue completions_;
   Coordinator coordinator_;
   Driver driver_;
+  std::unique_ptr<mpi::Inquiries> inquiries_;  // driver; null before MPI is up
   mpi::GroupMaker maker_;
   std::atomic<bool> shut_down_{false};
 };

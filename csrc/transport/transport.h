@@ -65,6 +65,7 @@ class Channel {
   virtual ControlPlane& control() = 0;
   virtual DataPlane& data() = 0;
   virtual void set_sink(PointToPointSink* sink) = 0;
+  virtual uint64_t identity() const = 0;  // of the group; the same on all its members, and no other group's
 };
 
 // Progress of all groups at once: one look at everything outstanding.

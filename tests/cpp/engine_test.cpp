@@ -55,6 +55,14 @@ void settle(SimWorld& world) {
   }
 }
 
+// In steps, as a coordinator sees it: what is asked at one look is answered by the next.
+void pass_time(SimWorld& world, int seconds) {
+  for (int i = 0; i < 10 * seconds; ++i) {
+    world.advance_time(std::chrono::milliseconds(100));
+    settle(world);
+  }
+}
+
 std::vector<Settings> two(Settings settings = {}) { return {settings, settings}; }
 
 struct Pair {
@@ -215,10 +223,9 @@ void given_up_operation_keeps_its_input() {
     early->deadline = pair.world.now() + std::chrono::seconds(1);
     pair.submit(0, early);
     settle(pair.world);
-    pair.world.advance_time(std::chrono::seconds(2));
-    settle(pair.world);
+    pass_time(pair.world, 2);
     REQUIRE(early->done() && early->error() && early->error()->kind == ErrorKind::kTimeout);
-    REQUIRE(early->error()->message.find("not every rank of the group has submitted it") != std::string::npos);
+    REQUIRE(early->error()->message.find("rank 1 has not submitted it") != std::string::npos);
     REQUIRE(a[0] == 1);
     a.assign(size, 50);  // its owner has been told, and goes on with it
     const auto late = all_reduce(b);
@@ -245,8 +252,7 @@ void memory_lost_to_the_transport_is_refused() {
   world.coordinator(0).submit(broken[0], lost);
   settle(world);
   lost->exposed = true;  // as the MPI plane marks it at its launch
-  world.advance_time(std::chrono::seconds(2));
-  settle(world);
+  pass_time(world, 2);
   REQUIRE(lost->done() && lost->error());
   const auto again = all_reduce(a);
   world.coordinator(0).submit(other[0], again);
@@ -370,6 +376,45 @@ void staging_that_fails_is_told_to_all() {
   REQUIRE(pair.world.coordinator(0).memory().empty());
 }
 
+// Rank 1 works elsewhere, rank 2 sleeps, rank 3 is dead: the warning and the time-out say so of each.
+void missing_ranks_are_named_with_what_they_do() {
+  Settings settings;
+  settings.stall_warning = std::chrono::seconds(3);
+  SimWorld world(9, {settings, settings, settings, settings});
+  std::vector<std::string> warnings;
+  world.coordinator(0).warn = [&](const std::string& text) { warnings.push_back(text); };
+  world.coordinator(1).warn = [](const std::string&) {};
+  const auto group = world.make_group("g", {0, 1, 2, 3}), other = world.make_group("h", {1, 2});
+  std::vector<int64_t> values[4] = {{1}, {1}, {1}, {1}};
+  for (int r = 0; r < 4; ++r) world.coordinator(r).submit(group[static_cast<size_t>(r)], all_reduce(values[r]));
+  settle(world);
+  REQUIRE(values[0][0] == 4);
+  world.set_dead(3);
+  const auto late = all_reduce(values[0]);
+  late->submitted = world.now();
+  late->deadline = world.now() + std::chrono::seconds(8);
+  world.coordinator(0).submit(group[0], late);
+  std::vector<int64_t> elsewhere(7, 1);
+  const auto blocked = all_reduce(elsewhere, ReduceOp::kMax);
+  blocked->submitted = world.now();
+  world.coordinator(1).submit(other[0], blocked);
+  pass_time(world, 7);
+  REQUIRE(!late->done());
+  REQUIRE(warnings.size() == 1);
+  pass_time(world, 2);
+  REQUIRE(late->done() && warnings.size() == 1);
+  for (const std::string& text : {warnings[0], late->error()->message}) {
+    for (const char* part :
+         {"rank 0: group 'g' (ranks [0, 1, 2, 3])", "collective 1, all_reduce(SUM) of int64 [1]",
+          "ranks 1, 2 have not submitted it; rank 3 has died",
+          "rank 1 has submitted 1 collective of this group; it waits in group 'h' (ranks [1, 2]) for collective 0, "
+          "all_reduce(MAX) of int64 [7]",
+          "rank 2 has submitted 1 collective of this group; it waits for no operation"}) {
+      if (text.find(part) == std::string::npos) throw std::runtime_error(std::string(part) + " is not in: " + text);
+    }
+  }
+}
+
 void leaving_with_peers_at_work_is_told() {
   Pair pair;
   std::vector<int64_t> a(8, 1);
@@ -485,6 +530,7 @@ int main() {
       TEST(empty_buffer_pool_allocates),
       TEST(copy_that_fails_fails_its_operation_alone),
       TEST(staging_that_fails_is_told_to_all),
+      TEST(missing_ranks_are_named_with_what_they_do),
       TEST(leaving_with_peers_at_work_is_told),
       TEST(closed_group_refuses),
       TEST(barrier_waits_for_all),

@@ -28,8 +28,9 @@ class MpiChannel final : public Channel {
   // `segment`: memory that all members share, where they are on one node.
   // `largest_count`: of elements in one MPI call.
   MpiChannel(MPI_Comm control, MPI_Comm data, Shared& shared, std::unique_ptr<shm::Segment> segment,
-             int64_t largest_count)
-      : control_comm_(control),
+             int64_t largest_count, uint64_t identity)
+      : identity_(identity),
+        control_comm_(control),
         data_comm_(data),
         control_(control, shared.requests, *shared.types),
         messages_(control, shared.requests, largest_count),
@@ -42,6 +43,7 @@ class MpiChannel final : public Channel {
   }
   ControlPlane& control() override { return control_; }
   DataPlane& data() override { return shm_ ? static_cast<DataPlane&>(*shm_) : data_; }
+  uint64_t identity() const override { return identity_; }
   void set_sink(PointToPointSink* sink) override { messages_.set_sink(sink); }
   // Collective over the members, once all of them have left.
   void free_communicators() {
@@ -50,6 +52,7 @@ class MpiChannel final : public Channel {
   }
 
  private:
+  const uint64_t identity_;
   MPI_Comm control_comm_;
   MPI_Comm data_comm_;
   MpiControlPlane control_;

@@ -27,6 +27,12 @@ std::string members_text(const std::vector<int>& ranks) {
   return text;
 }
 
+uint64_t text_hash(const std::string& text) {
+  uint64_t hash = text.size();
+  for (const char c : text) hash = hash_combine(hash, static_cast<uint64_t>(c));
+  return hash;
+}
+
 class CommGroup {
  public:
   CommGroup(MPI_Comm world, const std::vector<int>& ranks) {
@@ -85,7 +91,7 @@ std::unique_ptr<shm::Segment> make_segment(MPI_Comm communicator, int rank, int 
   return segment;
 }
 
-void make_channel(const GroupRequest& request, MPI_Comm world, int tag, Shared& shared) {
+void make_channel(const GroupRequest& request, MPI_Comm world, int tag, uint64_t identity, Shared& shared) {
   try {
     MPI_Comm control = MPI_COMM_NULL, data = MPI_COMM_NULL;
     {
@@ -97,7 +103,8 @@ void make_channel(const GroupRequest& request, MPI_Comm world, int tag, Shared& 
     check(MPI_Comm_dup(control, &data), "MPI_Comm_dup");
     check(MPI_Comm_set_errhandler(data, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
     auto segment = make_segment(control, request.rank, static_cast<int>(request.ranks.size()));
-    request.made(std::make_shared<MpiChannel>(control, data, shared, std::move(segment), request.largest_count));
+    request.made(
+        std::make_shared<MpiChannel>(control, data, shared, std::move(segment), request.largest_count, identity));
   } catch (const std::exception& error) {
     request.failed(error.what(), false);
   }
@@ -126,11 +133,15 @@ void GroupMaker::free(std::shared_ptr<Channel> channel) {
 }
 
 void GroupMaker::ensure_started(const bootstrap::WorldRequest& request) {
-  bootstrap::MpiRuntime::start(request);
-  if (!types_) {
-    types_ = std::make_unique<Types>();
-    shared_.types = types_.get();
-  }
+  auto& runtime = bootstrap::MpiRuntime::start(request);
+  if (types_) return;
+  types_ = std::make_unique<Types>();
+  shared_.types = types_.get();
+  // Collective over the world, like the start itself.
+  MPI_Comm inquiries = MPI_COMM_NULL;
+  check(MPI_Comm_dup(runtime.world(), &inquiries), "MPI_Comm_dup");
+  check(MPI_Comm_set_errhandler(inquiries, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  on_started_(inquiries);
 }
 
 void GroupMaker::run() {
@@ -230,7 +241,7 @@ bool GroupMaker::make_next() {
       if (other.order == 0 && other.request.world.store->add(other.keys + "members", 0) == members) return false;
     }
     const int tag = std::stoi(next->request.world.store->get(next->keys + "tag", 10s));
-    make_channel(next->request, bootstrap::MpiRuntime::current()->world(), tag, shared_);
+    make_channel(next->request, bootstrap::MpiRuntime::current()->world(), tag, text_hash(next->keys), shared_);
   } catch (const std::exception& error) {
     next->request.failed(error.what(), false);
   }

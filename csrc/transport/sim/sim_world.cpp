@@ -57,8 +57,9 @@ void execute(const std::vector<Batch*>& batches) {
 
 class SimChannel final : public Channel, ControlPlane, DataPlane {
  public:
-  SimChannel(SimWorld& world, SimCommunicator& control, SimCommunicator& data, int member, int rank)
-      : world_(world), control_(control), data_(data), member_(member), rank_(rank) {}
+  SimChannel(SimWorld& world, SimCommunicator& control, SimCommunicator& data, uint64_t identity, int member, int rank)
+      : world_(world), control_(control), data_(data), identity_(identity), member_(member), rank_(rank) {}
+  uint64_t identity() const override { return identity_; }
   ControlPlane& control() override { return *this; }
   DataPlane& data() override { return *this; }
   void set_sink(PointToPointSink*) override {}
@@ -120,6 +121,7 @@ class SimChannel final : public Channel, ControlPlane, DataPlane {
   SimWorld& world_;
   SimCommunicator& control_;
   SimCommunicator& data_;
+  const uint64_t identity_;
   const int member_;
   const int rank_;
 };
@@ -134,7 +136,8 @@ Rendezvous& SimCommunicator::join(int member) {
 }
 
 SimWorld::SimWorld(uint64_t seed, const std::vector<Settings>& settings) : random_(seed) {
-  for (const Settings& s : settings) ranks_.push_back(std::make_unique<Rank>(*this, s));
+  for (const Settings& s : settings)
+    ranks_.push_back(std::make_unique<Rank>(*this, s, static_cast<int>(ranks_.size())));
 }
 
 SimWorld::~SimWorld() = default;
@@ -152,7 +155,8 @@ std::vector<GroupPtr> SimWorld::make_group(const std::string& name, const std::v
   for (size_t m = 0; m < members.size(); ++m) {
     Coordinator& coordinator = ranks_[static_cast<size_t>(members[m])]->coordinator;
     const GroupPtr group = coordinator.add_group({name, members, static_cast<int>(m)});
-    auto channel = std::make_shared<SimChannel>(*this, *pair[0], *pair[1], static_cast<int>(m), members[m]);
+    auto channel =
+        std::make_shared<SimChannel>(*this, *pair[0], *pair[1], communicators_.size(), static_cast<int>(m), members[m]);
     coordinator.post([group, channel] { group->connect(channel); });
     handles.push_back(group);
   }
@@ -172,6 +176,15 @@ size_t SimWorld::Rank::poll() {
 void SimWorld::Rank::completed(OperationPtr operation) {
   if (sink != nullptr) return sink->completed(std::move(operation));
   if (operation->claim_finalize()) operation->finalize();
+}
+
+void SimWorld::Rank::ask(int global_rank, const Inquiry& inquiry) {
+  const std::lock_guard lock(world.mutex_);
+  world.schedule(global_rank, [this, global_rank, inquiry] {
+    const Answer answer = world.coordinator(global_rank).answer(inquiry);
+    const std::lock_guard answering(world.mutex_);
+    world.schedule(number, [this, global_rank, answer] { coordinator.answered(global_rank, answer); });
+  });
 }
 
 bool SimWorld::step(int rank) { return ranks_[static_cast<size_t>(rank)]->coordinator.step(now_); }

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -72,17 +73,26 @@ class SimWorld {
   std::string trace() const;  // the last events, for a failing seed
   void note(const std::string& event);
 
+  void set_dead(int rank) { dead_.insert(rank); }
+
   // For the communicators.
   void schedule(int rank, std::function<void()> completion);
   std::mutex& mutex() { return mutex_; }
 
  private:
-  struct Rank final : Progress, CompletionSink {
-    Rank(SimWorld& world, Settings settings) : coordinator(std::move(settings), *this, *this), world(world) {}
+  struct Rank final : Progress, CompletionSink, InquiryPlane {
+    Rank(SimWorld& world, Settings settings, int number)
+        : coordinator(std::move(settings), *this, *this), world(world), number(number) {
+      coordinator.set_inquiries(this);
+    }
+    void ask(int global_rank, const Inquiry& inquiry) override;
+    bool dead(int global_rank) const override { return world.dead_.count(global_rank) > 0; }
     size_t poll() override;
+    void look() override {}  // what is asked arrives with everything else
     void completed(OperationPtr operation) override;
     Coordinator coordinator;
     SimWorld& world;
+    const int number;
     std::deque<std::function<void()>> arrived;  // delivered, not yet polled; guarded by the world's mutex
     CompletionSink* sink = nullptr;
   };
@@ -97,6 +107,7 @@ class SimWorld {
   std::vector<std::unique_ptr<Rank>> ranks_;
   std::vector<std::unique_ptr<SimCommunicator>> communicators_;
   std::vector<Delivery> under_way_;
+  std::set<int> dead_;
   Operation::Clock::time_point now_{};
   std::deque<std::string> events_;
 };

@@ -1,0 +1,41 @@
+// What coordinators ask each other when something does not come.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace multicomm {
+
+struct Inquiry {
+  uint64_t group;   // identity that all its members know, see Channel::identity
+  uint64_t number;  // the asker's; comes back with the answer
+};
+
+struct Answer {
+  uint64_t group;
+  uint64_t number;
+  uint64_t submitted;  // collectives of the group that this rank has submitted
+  char text[488];      // what it is doing, for people
+};
+static_assert(std::is_trivially_copyable_v<Inquiry> && std::is_trivially_copyable_v<Answer>);
+
+// Point-to-point between the coordinators of a world, apart from all groups. All calls by the driver, none waits.
+class InquiryPlane {
+ public:
+  virtual ~InquiryPlane() = default;
+  virtual void ask(int global_rank, const Inquiry& inquiry) = 0;
+  virtual void look() = 0;  // takes what has come, to the sink
+  // Whether the rank's process is known to have ended.
+  virtual bool dead(int global_rank) const = 0;
+};
+
+class InquirySink {
+ public:
+  virtual Answer answer(const Inquiry& inquiry) = 0;
+  virtual void answered(int global_rank, const Answer& answer) = 0;
+
+ protected:
+  ~InquirySink() = default;
+};
+
+}  // namespace multicomm
