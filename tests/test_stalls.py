@@ -11,6 +11,7 @@ import re
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -110,25 +111,42 @@ def test_no_report_when_switched_off(tmp_path: Path) -> None:
     assert "has been waiting" not in job.output, job.output
 
 
-def stopped_or_killed(rank: int, file: str) -> None:
+def stopped(rank: int, file: str) -> None:
     importlib.import_module(BACKEND)  # registers it
     dist.init_process_group(BACKEND, init_method=f"file://{file}", rank=rank, world_size=4)
-    group = dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=4))
-    dist.all_reduce(torch.ones(3), group=group)
+    group = dist.new_group([0, 1, 3], timeout=timedelta(seconds=4))
+    if rank != 2:
+        dist.all_reduce(torch.ones(3), group=group)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    else:
+    elif rank != 2:
         text = raises(lambda: dist.all_reduce(torch.ones(3), group=group), "time-out", dist.DistBackendError)
         say(f"<<{text}>>")
 
 
-def four_by_hand() -> None:
+def killed(rank: int, file: str) -> None:
+    importlib.import_module(BACKEND)
+    dist.init_process_group(BACKEND, init_method=f"file://{file}", rank=rank, world_size=4)  # 30 minutes
+    without = dist.new_group([0, 1, 3])
+    dist.all_reduce(torch.ones(3))
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    for size in (3, 100_000):  # of the first, the round is under way; the second meets a group given up
+        text = raises(lambda s=size: dist.all_reduce(torch.ones(s)), "a sum with the dead", dist.DistBackendError)
+        assert "the process of rank 2 has ended" in text, text
+    say(f"<<{text} after {time.monotonic() - begin:.1f} s>>")
+    for size in (3, 100_000):
+        data = torch.ones(size)
+        dist.all_reduce(data, group=without)
+        assert (data == 3).all()
+
+
+def by_hand(target: Callable[[int, str], None]) -> None:
     """Not under torchrun, which ends a job as soon as a rank dies."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=stopped_or_killed, args=(rank, f"{folder}/store")) for rank in range(4)]
+        ranks = [context.Process(target=target, args=(rank, f"{folder}/store")) for rank in range(4)]
         for process in ranks:
             process.start()
         for rank in (0, 3):
@@ -138,9 +156,24 @@ def four_by_hand() -> None:
             process.join()
 
 
-def test_the_stopped_and_the_dead_are_told_apart(tmp_path: Path) -> None:
-    job = launch(four_by_hand, None, tmp_path).check()
+def one_is_stopped() -> None:
+    by_hand(stopped)
+
+
+def one_is_killed() -> None:
+    by_hand(killed)
+
+
+def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
+    job = launch(one_is_stopped, None, tmp_path).check()
     texts = re.findall(r"<<(.*?)>>", job.output, re.DOTALL)
     assert len(texts) == 2, job.output
     for text in texts:
-        assert "rank 2 has died; rank 1 does not answer (stopped, or cut off)" in text, text
+        assert "rank 1 does not answer (stopped, or cut off)" in text, text
+
+
+def test_a_death_ends_what_waits_for_it_and_nothing_else(tmp_path: Path) -> None:
+    job = launch(one_is_killed, None, tmp_path).check()
+    texts = re.findall(r"<<(.*?) after (.*?) s>>", job.output, re.DOTALL)
+    assert len(texts) == 3, job.output
+    assert all(float(seconds) < 20 for _, seconds in texts), texts

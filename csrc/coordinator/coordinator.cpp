@@ -12,7 +12,8 @@ namespace multicomm {
 
 namespace {
 constexpr std::chrono::milliseconds kDeadlineCheck{50};
-}
+constexpr std::chrono::milliseconds kDeathGrace{1000};
+}  // namespace
 
 Coordinator::Coordinator(Settings settings, Progress& progress, CompletionSink& sink)
     : warn([](const std::string& text) { std::fprintf(stderr, "%s\n", text.c_str()); }),
@@ -95,7 +96,10 @@ bool Coordinator::step(Clock::time_point now) {
   if (now >= next_deadline_check_) {
     next_deadline_check_ = now + kDeadlineCheck;
     now_ = now;
-    if (inquiries_ != nullptr) inquiries_->look();
+    if (inquiries_ != nullptr) {
+      inquiries_->look();
+      for (const int rank : inquiries_->dead_ranks()) deaths_.try_emplace(rank, now);
+    }
     for (const GroupPtr& group : groups()) group->check_deadlines(now);
     drain_ready();
   }
@@ -104,6 +108,13 @@ bool Coordinator::step(Clock::time_point now) {
 }
 
 bool Coordinator::active() const { return unfinished() > 0 || has_inbox(); }
+
+int Coordinator::dead_member(const GroupInfo& info) const {
+  for (const auto& [rank, since] : deaths_)
+    if (now_ - since >= kDeathGrace && std::find(info.ranks.begin(), info.ranks.end(), rank) != info.ranks.end())
+      return rank;
+  return -1;
+}
 
 Answer Coordinator::answer(const Inquiry& inquiry) {
   Answer answer{inquiry.group, inquiry.number, 0, {}};

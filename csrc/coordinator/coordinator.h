@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -61,6 +62,8 @@ class Coordinator final : public InquirySink {
   void close(GroupState& group);
   void set_inquiries(InquiryPlane* plane) { inquiries_ = plane; }
   InquiryPlane* inquiries() { return inquiries_; }  // null where nobody can be asked
+  // A member that has been dead for a while, or -1. What it did before its end may still be on its way at first.
+  int dead_member(const GroupInfo& info) const;
   Answer answer(const Inquiry& inquiry) override;
   void answered(int global_rank, const Answer& answer) override;
   // Keeps an operation's memory for as long as the process lives.
@@ -88,6 +91,7 @@ class Coordinator final : public InquirySink {
 
   // Driver.
   InquiryPlane* inquiries_ = nullptr;
+  std::map<int, Clock::time_point> deaths_;  // global rank; when it was learned
   std::vector<GroupPtr> ready_;
   std::vector<GroupPtr> drained_groups_;
   std::vector<std::function<void()>> drained_tasks_;

@@ -78,6 +78,13 @@ ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank) {
           "further: destroy it and make a new one.");
 }
 
+ErrorPtr peer_died_error(const GroupInfo& info, int global_rank, const Operation& waiting) {
+  return make_error(ErrorKind::kBroken,
+                    prefix(info) + "the process of rank " + std::to_string(global_rank) +
+                        " has ended (killed, crashed, or gone without destroy_process_group), so " + numbered(waiting) +
+                        " cannot complete. The group cannot be used further; its other members have the same error.");
+}
+
 ErrorPtr peer_left_error(const GroupInfo& info, int global_rank) {
   return make_error(ErrorKind::kUsage,
                     prefix(info) + "rank " + std::to_string(global_rank) +

@@ -13,6 +13,8 @@ std::string numbered(const Operation& operation);  // "collective 4, all_reduce(
 std::string group_text(const GroupInfo& info);     // "group 'name' (ranks [0, 2])"
 ErrorPtr disagreement_error(const GroupInfo& info, uint64_t sequence, const std::vector<TableEntry>& table);
 ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank);
+// `waiting`: one of the operations that it leaves unfinished.
+ErrorPtr peer_died_error(const GroupInfo& info, int global_rank, const Operation& waiting);
 ErrorPtr peer_left_error(const GroupInfo& info, int global_rank);
 ErrorPtr closed_error(const GroupInfo& info);
 ErrorPtr aborted_error(const GroupInfo& info, const std::string& reason);

@@ -419,10 +419,7 @@ void GroupState::answered(int global_rank, const Answer& answer) {
   }
 }
 
-std::string GroupState::who(const Operation& operation) {
-  InquiryPlane* plane = coordinator_.inquiries();
-  return plane == nullptr ? std::string() : stall_of(operation).describe(info_, operation, *plane);
-}
+std::string GroupState::who(const Operation& operation) { return stall_of(operation).describe(info_, operation); }
 
 // Asks about an operation that has waited for long, in good time before its time-out; warns once.
 void GroupState::inspect(const Waiting& waiting, Operation::Clock::time_point now) {
@@ -450,6 +447,10 @@ void GroupState::check_deadlines(Operation::Clock::time_point now) {
     if (!first.operation || o->ticket < first.operation->ticket) first = {o, agreed};
     if (!late.operation && o->deadline < now) late = {o, agreed};
   });
+  if (const int dead = coordinator_.dead_member(info_); dead >= 0) {
+    for (const Waiting& waiting : oldest)
+      if (waiting.operation) return give_up(peer_died_error(info_, dead, *waiting.operation));
+  }
   for (const Waiting& waiting : oldest) {
     // One operation at a time: asking about two in turn, none would ever have its answers.
     const bool taken =

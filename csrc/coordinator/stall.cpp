@@ -1,5 +1,7 @@
 #include "coordinator/stall.h"
 
+#include <algorithm>
+
 #include "coordinator/error_text.h"
 #include "coordinator/group_state.h"
 
@@ -15,12 +17,13 @@ void Stall::ask(const GroupInfo& info, const Operation& operation, uint64_t grou
   ++number_;
   peers_.clear();
   answers_.clear();
+  dead_ = plane.dead_ranks();
   const bool message = is_point_to_point(operation.descriptor.kind);
   for (int r = 0; r < info.size(); ++r) {
     if (r == info.rank || (message && operation.peer >= 0 && r != operation.peer)) continue;
     peers_.push_back(r);
     const int global = info.ranks[static_cast<size_t>(r)];
-    if (!plane.dead(global)) plane.ask(global, {group, number_});
+    if (!is_dead(global)) plane.ask(global, {group, number_});
   }
 }
 
@@ -32,7 +35,9 @@ bool Stall::ready(Clock::time_point now) const {
   return asked_ && (answers_.size() == peers_.size() || now - since_ >= kPatience);
 }
 
-std::string Stall::describe(const GroupInfo& info, const Operation& operation, const InquiryPlane& plane) const {
+bool Stall::is_dead(int global_rank) const { return std::find(dead_.begin(), dead_.end(), global_rank) != dead_.end(); }
+
+std::string Stall::describe(const GroupInfo& info, const Operation& operation) const {
   if (!asked_) return {};
   const bool message = is_point_to_point(operation.descriptor.kind);
   std::vector<int> missing, silent, dead;
@@ -40,7 +45,7 @@ std::string Stall::describe(const GroupInfo& info, const Operation& operation, c
   for (const int r : peers_) {
     const int global = info.ranks[static_cast<size_t>(r)];
     const auto answer = answers_.find(r);
-    if (plane.dead(global)) {
+    if (is_dead(global)) {
       dead.push_back(global);
     } else if (answer == answers_.end()) {
       silent.push_back(global);

@@ -20,6 +20,7 @@ class Stall {
   using Clock = Operation::Clock;
 
   // Asks about `operation`: all other members, or the peer of a message. Nobody twice within kFresh.
+  // The dead are not asked.
   void ask(const GroupInfo& info, const Operation& operation, uint64_t group, InquiryPlane& plane,
            Clock::time_point now);
   void answered(int rank, const Answer& answer);
@@ -28,11 +29,13 @@ class Stall {
   bool ready(Clock::time_point now) const;
   // "rank 2 has not submitted it; rank 3 does not answer" and, on a line for each of them, what it is doing. Empty when
   // nothing was asked.
-  std::string describe(const GroupInfo& info, const Operation& operation, const InquiryPlane& plane) const;
+  std::string describe(const GroupInfo& info, const Operation& operation) const;
 
   bool warned = false;  // of the operation asked about
 
  private:
+  bool is_dead(int global_rank) const;
+
   static constexpr std::chrono::milliseconds kPatience{500};  // for answers
   static constexpr std::chrono::seconds kFresh{2};
 
@@ -41,6 +44,7 @@ class Stall {
   uint64_t number_ = 0;
   Clock::time_point since_;
   std::vector<int> peers_;         // group ranks
+  std::vector<int> dead_;          // global ranks
   std::map<int, Answer> answers_;  // by group rank
 };
 

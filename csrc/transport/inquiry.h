@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
 namespace multicomm {
 
@@ -25,8 +26,8 @@ class InquiryPlane {
   virtual ~InquiryPlane() = default;
   virtual void ask(int global_rank, const Inquiry& inquiry) = 0;
   virtual void look() = 0;  // takes what has come, to the sink
-  // Whether the rank's process is known to have ended.
-  virtual bool dead(int global_rank) const = 0;
+  // Global ranks whose process is known to have ended without taking leave.
+  virtual std::vector<int> dead_ranks() const = 0;
 };
 
 class InquirySink {

@@ -376,7 +376,7 @@ void staging_that_fails_is_told_to_all() {
   REQUIRE(pair.world.coordinator(0).memory().empty());
 }
 
-// Rank 1 works elsewhere, rank 2 sleeps, rank 3 is dead: the warning and the time-out say so of each.
+// Rank 1 works elsewhere, rank 2 sleeps, rank 3 is stopped: the warning and the time-out say so of each.
 void missing_ranks_are_named_with_what_they_do() {
   Settings settings;
   settings.stall_warning = std::chrono::seconds(3);
@@ -389,7 +389,7 @@ void missing_ranks_are_named_with_what_they_do() {
   for (int r = 0; r < 4; ++r) world.coordinator(r).submit(group[static_cast<size_t>(r)], all_reduce(values[r]));
   settle(world);
   REQUIRE(values[0][0] == 4);
-  world.set_dead(3);
+  world.set_deaf(3);
   const auto late = all_reduce(values[0]);
   late->submitted = world.now();
   late->deadline = world.now() + std::chrono::seconds(8);
@@ -406,13 +406,36 @@ void missing_ranks_are_named_with_what_they_do() {
   for (const std::string& text : {warnings[0], late->error()->message}) {
     for (const char* part :
          {"rank 0: group 'g' (ranks [0, 1, 2, 3])", "collective 1, all_reduce(SUM) of int64 [1]",
-          "ranks 1, 2 have not submitted it; rank 3 has died",
+          "ranks 1, 2 have not submitted it; rank 3 does not answer",
           "rank 1 has submitted 1 collective of this group; it waits in group 'h' (ranks [1, 2]) for collective 0, "
           "all_reduce(MAX) of int64 [7]",
           "rank 2 has submitted 1 collective of this group; it waits for no operation"}) {
       if (text.find(part) == std::string::npos) throw std::runtime_error(std::string(part) + " is not in: " + text);
     }
   }
+}
+
+// The groups of a dead rank fail soon, long before their time-outs; the others go on.
+void death_of_a_member_ends_its_groups_only() {
+  SimWorld world(10, {Settings{}, Settings{}, Settings{}});
+  const auto all = world.make_group("all", {0, 1, 2}), pair = world.make_group("pair", {0, 1});
+  std::vector<int64_t> a(3, 1), b(3, 1), c(500, 1), d(500, 1), e(3, 1);
+  const OperationRef waiting[2] = {all_reduce(a), all_reduce(b)};
+  for (int r = 0; r < 2; ++r) world.coordinator(r).submit(all[static_cast<size_t>(r)], waiting[r]);
+  world.set_dead(2);
+  pass_time(world, 3);
+  for (const OperationRef& operation : waiting) {
+    REQUIRE(operation->done() && operation->error());
+    REQUIRE(operation->error()->message.find("the process of rank 2 has ended") != std::string::npos);
+    REQUIRE(operation->error()->message.find("collective 0, all_reduce(SUM) of int64 [3]") != std::string::npos);
+  }
+  world.coordinator(0).submit(pair[0], all_reduce(c));
+  world.coordinator(1).submit(pair[1], all_reduce(d));
+  settle(world);
+  REQUIRE(c[0] == 2 && d[499] == 2);
+  const auto later = all_reduce(e);
+  world.coordinator(0).submit(all[0], later);
+  REQUIRE(later->done() && later->error());
 }
 
 void leaving_with_peers_at_work_is_told() {
@@ -530,6 +553,7 @@ int main() {
       TEST(empty_buffer_pool_allocates),
       TEST(copy_that_fails_fails_its_operation_alone),
       TEST(staging_that_fails_is_told_to_all),
+      TEST(death_of_a_member_ends_its_groups_only),
       TEST(missing_ranks_are_named_with_what_they_do),
       TEST(leaving_with_peers_at_work_is_told),
       TEST(closed_group_refuses),

@@ -1,7 +1,5 @@
 #include "transport/mpi/inquiries.h"
 
-#include <algorithm>
-
 namespace multicomm::mpi {
 namespace {
 
@@ -52,11 +50,6 @@ void Inquiries::look() {
       sink_.answered(status.MPI_SOURCE, answer);
     }
   }
-}
-
-bool Inquiries::dead(int global_rank) const {
-  const std::vector<int> ranks = dead_ranks_();
-  return std::find(ranks.begin(), ranks.end(), global_rank) != ranks.end();
 }
 
 }  // namespace multicomm::mpi

@@ -21,7 +21,7 @@ class Inquiries final : public InquiryPlane {
       : world_(world), requests_(requests), sink_(sink), dead_ranks_(std::move(dead_ranks)) {}
   void ask(int global_rank, const Inquiry& inquiry) override;
   void look() override;
-  bool dead(int global_rank) const override;
+  std::vector<int> dead_ranks() const override { return dead_ranks_(); }
 
  private:
   struct Sending final : RequestHandler {

@@ -180,6 +180,7 @@ void SimWorld::Rank::completed(OperationPtr operation) {
 
 void SimWorld::Rank::ask(int global_rank, const Inquiry& inquiry) {
   const std::lock_guard lock(world.mutex_);
+  if (world.deaf_.count(global_rank) > 0) return;
   world.schedule(global_rank, [this, global_rank, inquiry] {
     const Answer answer = world.coordinator(global_rank).answer(inquiry);
     const std::lock_guard answering(world.mutex_);

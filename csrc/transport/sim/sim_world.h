@@ -73,7 +73,8 @@ class SimWorld {
   std::string trace() const;  // the last events, for a failing seed
   void note(const std::string& event);
 
-  void set_dead(int rank) { dead_.insert(rank); }
+  void set_dead(int rank) { dead_.insert(rank); }  // as far as the others know
+  void set_deaf(int rank) { deaf_.insert(rank); }  // answers nobody
 
   // For the communicators.
   void schedule(int rank, std::function<void()> completion);
@@ -86,7 +87,7 @@ class SimWorld {
       coordinator.set_inquiries(this);
     }
     void ask(int global_rank, const Inquiry& inquiry) override;
-    bool dead(int global_rank) const override { return world.dead_.count(global_rank) > 0; }
+    std::vector<int> dead_ranks() const override { return {world.dead_.begin(), world.dead_.end()}; }
     size_t poll() override;
     void look() override {}  // what is asked arrives with everything else
     void completed(OperationPtr operation) override;
@@ -108,6 +109,7 @@ class SimWorld {
   std::vector<std::unique_ptr<SimCommunicator>> communicators_;
   std::vector<Delivery> under_way_;
   std::set<int> dead_;
+  std::set<int> deaf_;
   Operation::Clock::time_point now_{};
   std::deque<std::string> events_;
 };
