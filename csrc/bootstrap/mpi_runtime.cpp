@@ -203,6 +203,7 @@ void MpiRuntime::prepare(const WorldRequest& request, ScopedEnvironment& environ
 void MpiRuntime::make_world(const WorldRequest& request) {
   struct Made {
     MPI_Comm world = MPI_COMM_NULL;
+    MPI_Comm inquiries = MPI_COMM_NULL;
     int rank = 0;
     int size = 1;
   };
@@ -215,6 +216,7 @@ void MpiRuntime::make_world(const WorldRequest& request) {
     MPI_Comm_size(MPI_COMM_WORLD, &made->size);
     compare_worlds(rank, size, made->rank, made->size, preinitialised);
     made->world = duplicate_world(preinitialised);
+    made->inquiries = duplicate_world(preinitialised);
     connect_barrier(made->world);
   };
   const std::chrono::milliseconds timeout = request.timeout > 0ms ? request.timeout : kDefaultTimeout;
@@ -228,6 +230,7 @@ void MpiRuntime::make_world(const WorldRequest& request) {
     throw BootstrapError("MPI could not be started: " + dead_or(node_.get(), error.what()));
   }
   world_ = made->world;
+  inquiries_ = made->inquiries;
   rank_ = made->rank;
   size_ = made->size;
 }
@@ -274,7 +277,8 @@ std::string MpiRuntime::await_all(std::chrono::milliseconds bound) {
 
 // A rank may still die between the barrier and the end of MPI_Finalize, which then waits for it for ever.
 void MpiRuntime::finalise(std::chrono::milliseconds bound) {
-  const auto call = [world = world_]() mutable {
+  const auto call = [world = world_, inquiries = inquiries_]() mutable {
+    MPI_Comm_free(&inquiries);
     MPI_Comm_free(&world);
     MPI_Finalize();
   };
@@ -300,7 +304,10 @@ void MpiRuntime::shutdown(std::chrono::milliseconds bound, bool work_pending) no
       return;
     }
     if (provider_ == Provider::kPreinitialised) {  // what others started, others end
-      if (!work_pending) MPI_Comm_free(&world_);
+      if (!work_pending) {
+        MPI_Comm_free(&inquiries_);
+        MPI_Comm_free(&world_);
+      }
       return;
     }
     if (work_pending) return leave_unfinalised("skipped", dead_or(node_.get(), "operations or groups are unfinished"));

@@ -47,7 +47,8 @@ class MpiRuntime {
   static MpiRuntime& start(const WorldRequest& request);
   static MpiRuntime* current();  // null before start, and in a forked child
 
-  MPI_Comm world() const { return world_; }  // private duplicate of MPI_COMM_WORLD
+  MPI_Comm world() const { return world_; }          // private duplicate of MPI_COMM_WORLD
+  MPI_Comm inquiries() const { return inquiries_; }  // another one, for messages between coordinators
   Provider provider() const { return provider_; }
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -72,6 +73,7 @@ class MpiRuntime {
   const pid_t pid_;
   Provider provider_ = Provider::kSingleton;
   MPI_Comm world_ = MPI_COMM_NULL;
+  MPI_Comm inquiries_ = MPI_COMM_NULL;
   int rank_ = 0;
   int size_ = 1;
   std::atomic<bool> shut_down_{false};

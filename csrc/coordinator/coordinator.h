@@ -66,8 +66,6 @@ class Coordinator final : public InquirySink {
   int dead_member(const GroupInfo& info) const;
   Answer answer(const Inquiry& inquiry) override;
   void answered(int global_rank, const Answer& answer) override;
-  // Keeps an operation's memory for as long as the process lives.
-  void keep(OperationPtr operation) { kept_.push_back(std::move(operation)); }
 
   // Called by the driver when a group's members have all left; takes the channel to be freed.
   std::function<void(std::shared_ptr<Channel>)> on_channel_released;
@@ -97,7 +95,6 @@ class Coordinator final : public InquirySink {
   std::vector<std::function<void()>> drained_tasks_;
   std::vector<GroupPtr> memory_waiters_;
   std::vector<GroupPtr> closed_;  // until the end of the step
-  std::vector<OperationPtr> kept_;
   bool memory_freed_ = false;
   Clock::time_point next_deadline_check_{};
   Clock::time_point now_{};  // of the last check

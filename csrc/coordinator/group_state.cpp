@@ -51,7 +51,10 @@ void GroupState::connect(std::shared_ptr<Channel> channel) {
   coordinator_.make_ready(*this);
 }
 
-std::shared_ptr<Channel> GroupState::release_channel() { return std::exchange(channel_, nullptr); }
+std::shared_ptr<Channel> GroupState::release_channel() {
+  if (channel_) channel_->set_sink(nullptr);  // here, on the driver: whoever frees it must not touch what we poll
+  return std::exchange(channel_, nullptr);
+}
 
 void GroupState::take_submissions() {
   {
@@ -68,6 +71,7 @@ void GroupState::advance() {
   take_submissions();
   if (const ErrorPtr error = failure()) fail_pending(error);  // submitted while the group was given up
   waits_for_memory_ = false;
+  if (all_left_) return close_if_over();  // here, and not where the transport reports an end: it is still at work there
   if (!channel_ || broken_) return;
   guarded([&] {
     post_point_to_point();
@@ -83,6 +87,8 @@ void GroupState::guarded(Start start) {
     start();
   } catch (const std::runtime_error& error) {
     broken(error.what());
+  } catch (const std::bad_alloc&) {
+    broken("no memory for a buffer");
   }
 }
 
@@ -119,6 +125,7 @@ void GroupState::point_to_point_done(const OperationPtr& operation, const ErrorP
     posted_messages_.pop_back();
   }
   settle(operation, error ? message_error(info_, *operation, *error) : nullptr);
+  if (all_left_) coordinator_.make_ready(*this);
 }
 
 void GroupState::withdraw(const OperationPtr& operation) {
@@ -180,6 +187,7 @@ void GroupState::on_round(const std::string* error) {
   // Taken out first: a launch that fails gives the group up, which clears what is pending.
   const std::vector<OperationPtr> operations(pending_.begin(), pending_.begin() + agreed);
   pending_.erase(pending_.begin(), pending_.begin() + agreed);
+  mine_.offered -= agreed;  // what of the offer is still pending
   const size_t inlined = finish_inline(operations);
   {
     const std::lock_guard lock(queue_mutex_);
@@ -241,6 +249,7 @@ void GroupState::on_batch(BatchInFlight& flight, const std::string* error) {
   batches_.erase(flight.self);  // `flight` is gone from here on
   for (const OperationPtr& operation : operations) settle(operation, failure);
   if (error != nullptr) broken(*error);
+  if (all_left_) coordinator_.make_ready(*this);
 }
 
 // Every member has read the same result, so every member starts the table here, before any further round.
@@ -296,7 +305,7 @@ void GroupState::react_to_members() {
     give_up(peer_left_error(info_, static_cast<int>(result_.lowest_leaving)));
     announce_failure_ = false;
   }
-  if (all_left && !round_active_) close();
+  all_left_ = all_left_ || all_left;  // advance() closes it
 }
 
 void GroupState::leave() {
@@ -323,10 +332,13 @@ void GroupState::not_made(ErrorPtr error) {
   if (leaving_) close();
 }
 
+// The channel goes once nothing is in flight on it: MPI still works on the memory of what was given up. What never
+// ends, because a peer has died, keeps it for as long as the process lives.
+void GroupState::close_if_over() {
+  if (all_left_ && !round_active_ && batches_.empty() && channel_ && channel_->idle()) close();
+}
+
 void GroupState::close() {
-  // What MPI may still touch outlives the group.
-  for (const OperationPtr& operation : posted_messages_)
-    if (operation->exposed) coordinator_.keep(operation);
   closed_.store(true);
   coordinator_.close(*this);
 }
@@ -347,10 +359,12 @@ void GroupState::fail_pending(const ErrorPtr& error) {
 void GroupState::give_up(ErrorPtr error) {
   {
     const std::lock_guard lock(queue_mutex_);
-    if (failure_) return;
-    failure_ = error;
+    if (!failure_) {
+      failure_ = error;
+      announce_failure_ = true;
+    }
   }
-  announce_failure_ = true;
+  // Also when the group was given up or left before: what it left in flight then has a caller that waits for it.
   take_submissions();
   fail_pending(error);
   for (BatchInFlight& flight : batches_)
@@ -380,7 +394,13 @@ void GroupState::settle(const OperationPtr& operation, ErrorPtr error) {
 void GroupState::abandon(const OperationPtr& operation, const ErrorPtr& error) {
   if (operation->abandoned) return;
   unfinished_.fetch_sub(1);
-  if (!operation->exposed) operation->copy_inputs();
+  if (operation->prepared && !operation->exposed) {
+    try {
+      operation->copy_inputs();
+    } catch (const std::bad_alloc&) {
+      operation->exposed = true;  // no room for a copy: its memory stays claimed
+    }
+  }
   coordinator_.abandon(operation, error);
 }
 

@@ -115,6 +115,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   size_t finish_inline(const std::vector<OperationPtr>& operations);
   void launch_batches(const std::vector<OperationPtr>& operations);
   void react_to_members();
+  void close_if_over();
   void close();
   void settle(const OperationPtr& operation, ErrorPtr error);
   void abandon(const OperationPtr& operation, const ErrorPtr& error);
@@ -147,11 +148,12 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   bool table_has_sizes_ = false;  // the table in flight says how much each member brings, not who disagrees
   bool leaving_ = false;
   bool creation_failed_ = false;
+  bool all_left_ = false;
   bool broken_ = false;            // the transport failed: nothing more is started
   bool announce_failure_ = false;  // peers have not been told yet that this rank gave the group up
   bool waits_for_memory_ = false;
   ErrorPtr preparation_failed_;
-  Stall stalls_[2];  // of collectives, of messages
+  Stall stalls_[2] = {Stall(0), Stall(1)};  // of collectives, of messages
   Record mine_;
   Record result_;
   TableEntry my_entry_{};

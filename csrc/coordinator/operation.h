@@ -97,6 +97,8 @@ class Operation {
   bool abandoned = false;
   // The transport reads and writes the caller's own memory, which nothing can call back.
   bool exposed = false;
+  // All its segments lie in copies of its own (staged tensors): nothing of the caller's can be exposed.
+  bool owns_buffers = false;
   // From here on `inputs` are a copy: what peers get is what was submitted, whatever the caller, who has his error,
   // does with his tensors.
   void copy_inputs();

@@ -14,7 +14,7 @@ void Stall::ask(const GroupInfo& info, const Operation& operation, uint64_t grou
   asked_ = true;
   ticket_ = operation.ticket;
   since_ = now;
-  ++number_;
+  number_ += 2;  // there are two per group
   peers_.clear();
   answers_.clear();
   dead_ = plane.dead_ranks();
@@ -28,7 +28,7 @@ void Stall::ask(const GroupInfo& info, const Operation& operation, uint64_t grou
 }
 
 void Stall::answered(int rank, const Answer& answer) {
-  if (answer.number == number_) answers_.insert_or_assign(rank, answer);
+  if (asked_ && answer.number == number_) answers_.insert_or_assign(rank, answer);
 }
 
 bool Stall::ready(Clock::time_point now) const {

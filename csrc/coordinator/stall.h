@@ -19,6 +19,9 @@ class Stall {
  public:
   using Clock = Operation::Clock;
 
+  // `first_number`: tells the answers to several of a group apart.
+  explicit Stall(uint64_t first_number) : number_(first_number) {}
+
   // Asks about `operation`: all other members, or the peer of a message. Nobody twice within kFresh.
   // The dead are not asked.
   void ask(const GroupInfo& info, const Operation& operation, uint64_t group, InquiryPlane& plane,
@@ -41,7 +44,7 @@ class Stall {
 
   bool asked_ = false;
   uint64_t ticket_ = 0;
-  uint64_t number_ = 0;
+  uint64_t number_;
   Clock::time_point since_;
   std::vector<int> peers_;         // group ranks
   std::vector<int> dead_;          // global ranks

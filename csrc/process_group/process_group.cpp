@@ -11,7 +11,8 @@ namespace {
 
 constexpr std::chrono::seconds kLeaveBound{3};
 
-constexpr int kShrinkAbort = 1;  // torch.distributed's SHRINK_ABORT
+constexpr std::chrono::seconds kAnswerGrace{3};  // beyond the time-out, for what rank 0 says then
+constexpr int kShrinkAbort = 1;                  // torch.distributed's SHRINK_ABORT
 
 // Tags of our own, one per barrier, so that a rank that comes late for one does not pass for another.
 int monitored_barrier_tag(int number) { return -2 - number % (1 << 30); }
@@ -103,7 +104,8 @@ void ProcessGroupMulticomm::monitoredBarrier(const c10d::BarrierOptions& opts, b
     at::Tensor missing = at::empty({size_}, at::kByte);
     const auto answer = message(OpKind::kRecv, missing, 0, tag);
     message(OpKind::kSend, at::empty({0}, at::kByte), 0, tag);
-    receive_in_time(answer, deadline);
+    receive_in_time(answer, deadline + kAnswerGrace);
+    if (const ErrorPtr failure = group_->failure()) std::rethrow_exception(to_exception(failure));
     if (answer->error()) {
       C10_THROW_ERROR(DistBackendError,
                       c10::str(where, ": rank ", global_rank(0), " did not answer within ", timeout.count(),
@@ -125,12 +127,16 @@ void ProcessGroupMulticomm::monitoredBarrier(const c10d::BarrierOptions& opts, b
     flags[peer] = arrival->error() ? 1 : 0;
     if (flags[peer] != 0 && !wait_all_ranks) wait = false;
   }
+  if (const ErrorPtr failure = group_->failure()) std::rethrow_exception(to_exception(failure));
   if (!wait) {
     bool first = true;
     for (int peer = 1; peer < size_; ++peer) flags[peer] = flags[peer] != 0 && std::exchange(first, false) ? 1 : 0;
   }
   // Who came is told; who did not is told as well, for when he comes.
-  for (int peer = 1; peer < size_; ++peer) message(OpKind::kSend, missing, peer, tag);
+  std::vector<TensorOperationPtr> answers;
+  for (int peer = 1; peer < size_; ++peer) answers.push_back(message(OpKind::kSend, missing, peer, tag));
+  for (const auto& answer : answers)
+    receive_in_time(answer, Operation::Clock::now() + kAnswerGrace);  // on its way before this rank may end
   report_missing(where, missing, timeout);
 }
 
@@ -212,6 +218,8 @@ void ProcessGroupMulticomm::registerOnCompletionHook(std::function<void(std::sha
   TORCH_CHECK(onCompletionHook_ == nullptr, at("register_on_completion_hook"), ": this group has a hook already");
   TORCH_CHECK(group_->sequence() == 0, at("register_on_completion_hook"), ": must come before the first operation");
   onCompletionHook_ = std::move(hook);
+  // One copy for all works: copying a hook of Python's counts references, which needs the GIL.
+  hook_ = std::make_shared<const Hook>(onCompletionHook_);
   timing_.store(true);
 }
 
@@ -228,16 +236,20 @@ void ProcessGroupMulticomm::observe(WorkState& state, const Call& call,
   state.timed = true;
   state.started = Operation::Clock::now();
   for (const auto& operation : operations) operation->timed = true;
-  if (onCompletionHook_ == nullptr) return;
+  if (hook_ == nullptr || operations.empty()) return;
   for (const auto& operation : operations) operation->want_completion();
   {
     const std::lock_guard lock(pending_->mutex);
     ++pending_->count;
   }
-  state.hook = [hook = onCompletionHook_, pending = pending_, type = call.type,
+  state.hook = [hook = hook_, pending = pending_, type = call.type,
                 sequence = group_->sequence()](const WorkState& done) {
     const std::chrono::duration<float> active = done.finished - done.started;
-    hook(std::make_shared<c10d::WorkInfo>(type, sequence, done.started, done.finished, active));
+    try {
+      (*hook)(std::make_shared<c10d::WorkInfo>(type, sequence, done.started, done.finished, active));
+    } catch (const std::exception& error) {  // of the user's code, on a thread where nobody could catch it
+      std::fprintf(stderr, "multicomm: a completion hook has failed: %s\n", error.what());
+    }
     const std::lock_guard lock(pending->mutex);
     if (--pending->count == 0) pending->none.notify_all();
   };

@@ -44,7 +44,8 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   ~ProcessGroupMulticomm() override;
 
   const std::string getBackendName() const override { return "multicomm"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  // A copy: torch writes the new group's time-out and name into the parent's options when it splits.
+  c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<MulticommOptions>(*options_); }
   bool supportsCoalescing() const override { return true; }
   bool supportsSplitting() const override { return true; }
   bool supportsShrinking() const override { return true; }
@@ -145,6 +146,8 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   const c10::intrusive_ptr<MulticommOptions> options_;
   std::atomic<bool> timing_{false};
   std::atomic<int> monitored_barriers_{0};
+  using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
+  std::shared_ptr<const Hook> hook_;  // set before the first operation
   const std::shared_ptr<Pending> pending_ = std::make_shared<Pending>();
   GroupPtr group_;
   std::mutex mutex_;

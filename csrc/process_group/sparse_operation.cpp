@@ -27,6 +27,7 @@ std::string SparseAllReduce::describe() const {
 }
 
 void SparseAllReduce::prepare() {
+  owns_buffers = true;
   const at::AutoDispatchBelowADInplaceOrView guard;
   const at::Tensor entries = tensor_.coalesce();
   const auto bytes = [](const at::Tensor& part) { return part.contiguous().view({-1}).view(at::kByte); };

@@ -207,6 +207,7 @@ std::string TensorOperation::describe() const {
 }
 
 void TensorOperation::prepare() {
+  owns_buffers = !staged_.empty() && staged_.size() == tensors_.size();
   const at::AutoDispatchBelowADInplaceOrView guard;  // also for tensors that require grad or come from inference mode
   for (Staged& s : staged_) {
     s.buffer = s.inputs > 0

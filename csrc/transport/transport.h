@@ -64,7 +64,10 @@ class Channel {
   virtual ~Channel() = default;
   virtual ControlPlane& control() = 0;
   virtual DataPlane& data() = 0;
+  // Null before the channel is freed: from then on it is no part of what is polled.
   virtual void set_sink(PointToPointSink* sink) = 0;
+  // Whether nothing is in flight: no memory but its own is in the transport's hands.
+  virtual bool idle() const = 0;
   virtual uint64_t identity() const = 0;  // of the group; the same on all its members, and no other group's
 };
 

@@ -324,6 +324,102 @@ void variable_sizes_may_disagree_on_everything_else() {
   REQUIRE(b[0] == 3 && c[0] == 3);
 }
 
+// Has no data before it is prepared, like a staged tensor.
+struct Staged final : sim::PlainOperation {
+  explicit Staged(const sim::PlainOperation& like) : segment_(like.inputs.front()) {
+    descriptor = like.descriptor;
+    inputs = outputs = {{nullptr, segment_.count}};
+    ranges = like.ranges;
+  }
+  void prepare() override { inputs = outputs = {segment_}; }
+
+ private:
+  const Segment segment_;
+};
+
+ErrorPtr some_error() {
+  return std::make_shared<const OperationError>(OperationError{ErrorKind::kAborted, "given up in a test"});
+}
+
+// While the members exchange what they disagree on, the operation in question alone is still offered.
+void giving_up_during_a_disagreement_spares_what_was_not_offered() {
+  Pair pair;
+  std::vector<int64_t> a(8, 1), b(9, 2), c(8, 1), d(8, 2), e(8, 1);
+  const auto first = all_reduce(c), second = all_reduce(a);
+  pair.submit(0, first);
+  pair.submit(0, second);
+  pair.submit(1, all_reduce(d));
+  pair.submit(1, all_reduce(b));
+  for (int i = 0; i < 100 && !first->done(); ++i) {
+    pair.world.step(0);
+    pair.world.step(1);
+    pair.world.deliver_one();
+  }
+  REQUIRE(first->done() && !second->done());
+  const auto staged = std::make_shared<Staged>(*all_reduce(e));
+  pair.submit(0, staged);
+  pair.world.coordinator(0).post([&] { pair.group[0]->give_up(some_error()); });
+  pair.world.step(0);
+  REQUIRE(second->done() && staged->done() && staged->error());
+  settle(pair.world);
+  REQUIRE(pair.world.coordinator(0).memory().empty() && pair.world.coordinator(1).memory().empty());
+}
+
+// A caller of an operation in flight whose group was left meanwhile still has its time-out.
+void deadlines_hold_after_leaving() {
+  Pair pair;
+  std::vector<int64_t> a(500, 1), b(500, 2);
+  const auto stuck = all_reduce(a);
+  stuck->deadline = pair.world.now() + std::chrono::seconds(2);
+  pair.submit(0, stuck);
+  pair.submit(1, all_reduce(b));
+  for (int i = 0; i < 100 && pair.group[0]->statistics().batches == 0; ++i) {
+    pair.world.step(0);
+    if (pair.group[1]->statistics().rounds == 0) pair.world.step(1);
+    pair.world.deliver_one();
+  }
+  pair.world.coordinator(0).post([&] { pair.group[0]->leave(); });
+  for (int i = 0; i < 40; ++i) {  // the other does nothing any more
+    pair.world.advance_time(std::chrono::milliseconds(100));
+    pair.world.step(0);
+  }
+  REQUIRE(stuck->done() && stuck->error() && a[0] == 1);
+  REQUIRE(pair.world.coordinator(0).unfinished() == 0);
+}
+
+// All have left while a batch is still in flight: the transport works on its memory until it ends.
+void group_outlives_what_is_in_flight() {
+  for (uint64_t seed = 1; seed <= 40; ++seed) {
+    SimWorld world(seed, two());
+    const auto group = world.make_group("g", {0, 1});
+    std::vector<int64_t> values[2] = {std::vector<int64_t>(500, 1), std::vector<int64_t>(500, 2)};
+    std::weak_ptr<sim::PlainOperation> operations[2];
+    for (int r = 0; r < 2; ++r) {
+      const auto operation = all_reduce(values[r]);
+      operations[r] = operation;
+      world.coordinator(r).submit(group[static_cast<size_t>(r)], operation);
+    }
+    const auto launched = [&](int r) { return group[static_cast<size_t>(r)]->statistics().batches > 0; };
+    for (int i = 0; i < 100 && !(launched(0) && launched(1)); ++i) {
+      for (int r = 0; r < 2; ++r)
+        if (!launched(r)) world.step(r);
+      world.deliver_one();
+    }
+    for (int r = 0; r < 2; ++r) {
+      world.coordinator(r).post([&, r] {
+        group[static_cast<size_t>(r)]->give_up(some_error());
+        group[static_cast<size_t>(r)]->leave();
+      });
+    }
+    settle(world);
+    for (int r = 0; r < 2; ++r) {
+      REQUIRE(group[static_cast<size_t>(r)]->closed());
+      REQUIRE(operations[r].expired());
+      REQUIRE(world.coordinator(r).memory().empty() && world.coordinator(r).unfinished() == 0);
+    }
+  }
+}
+
 struct Faulty final : sim::PlainOperation {
   explicit Faulty(const sim::PlainOperation& like, bool at_start) : at_start_(at_start) {
     descriptor = like.descriptor;
@@ -551,6 +647,9 @@ int main() {
       TEST(variable_sizes_are_exchanged_in_order),
       TEST(variable_sizes_may_disagree_on_everything_else),
       TEST(empty_buffer_pool_allocates),
+      TEST(giving_up_during_a_disagreement_spares_what_was_not_offered),
+      TEST(deadlines_hold_after_leaving),
+      TEST(group_outlives_what_is_in_flight),
       TEST(copy_that_fails_fails_its_operation_alone),
       TEST(staging_that_fails_is_told_to_all),
       TEST(death_of_a_member_ends_its_groups_only),

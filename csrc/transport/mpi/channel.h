@@ -44,7 +44,11 @@ class MpiChannel final : public Channel {
   ControlPlane& control() override { return control_; }
   DataPlane& data() override { return shm_ ? static_cast<DataPlane&>(*shm_) : data_; }
   uint64_t identity() const override { return identity_; }
-  void set_sink(PointToPointSink* sink) override { messages_.set_sink(sink); }
+  void set_sink(PointToPointSink* sink) override {
+    messages_.set_sink(sink);
+    if (sink == nullptr && shm_) shm_->detach();
+  }
+  bool idle() const override { return messages_.idle() && data_.idle() && (!shm_ || shm_->idle()); }
   // Collective over the members, once all of them have left.
   void free_communicators() {
     MPI_Comm_free(&data_comm_);

@@ -81,7 +81,8 @@ void MpiDataPlane::launch(Batch& batch, Completion& done) {
   // nothing) gets one that is complete at once, so that it ends in poll() like all others.
   if (task.remaining == 1) start(task, MPI_REQUEST_NULL);
   --task.remaining;
-  for (const auto& operation : batch.operations) operation->exposed = !task.packed && !operation->abandoned;
+  for (const auto& operation : batch.operations)
+    operation->exposed = !task.packed && !operation->abandoned && !operation->owns_buffers;
 }
 
 void MpiDataPlane::start(Task& task, MPI_Request request) {

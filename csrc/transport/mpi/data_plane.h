@@ -16,6 +16,7 @@ class MpiDataPlane final : public DataPlane {
   // `largest_count`: elements per MPI call (MPI counts are int); larger transfers are cut into several.
   MpiDataPlane(MPI_Comm communicator, Requests& requests, const Types& types, BufferPool& pool, Messages& messages,
                int64_t largest_count);
+  bool idle() const { return tasks_.empty(); }
   void launch(Batch& batch, Completion& done) override;
   void post(const OperationPtr& operation) override { messages_.post(operation); }
 

@@ -137,11 +137,7 @@ void GroupMaker::ensure_started(const bootstrap::WorldRequest& request) {
   if (types_) return;
   types_ = std::make_unique<Types>();
   shared_.types = types_.get();
-  // Collective over the world, like the start itself.
-  MPI_Comm inquiries = MPI_COMM_NULL;
-  check(MPI_Comm_dup(runtime.world(), &inquiries), "MPI_Comm_dup");
-  check(MPI_Comm_set_errhandler(inquiries, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
-  on_started_(inquiries);
+  on_started_(runtime.inquiries());
 }
 
 void GroupMaker::run() {

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <sstream>
+#include <stdexcept>
 #include <utility>
 
 namespace multicomm::mpi {
@@ -24,8 +26,11 @@ Messages::Messages(MPI_Comm communicator, Requests& requests, int64_t largest_co
   header_receive_.owner = this;
 }
 
-Messages::~Messages() {
-  if (listening_) requests_.cancel(header_receive_);
+void Messages::set_sink(PointToPointSink* sink) {
+  sink_ = sink;
+  if (sink != nullptr || !listening_) return;
+  requests_.cancel(header_receive_);
+  listening_ = false;
 }
 
 int Messages::payload_tag(uint64_t number) const {
@@ -94,7 +99,7 @@ void Messages::send(const OperationPtr& operation) {
         "MPI_Isend");
   start(transfer, request);
   if (header.eager == 0) {
-    operation->exposed = true;
+    operation->exposed = !operation->owns_buffers;
     in_chunks(bytes, [&](uint64_t offset, int piece) {
       check(MPI_Isend(data + offset, piece, MPI_BYTE, operation->peer, payload_tag(header.number), communicator_,
                       &request),
@@ -118,12 +123,22 @@ void Messages::listen() {
 
 void Messages::on_header(const MPI_Status& status, const std::string* failure) {
   listening_ = false;
-  if (failure != nullptr) {
-    const auto error =
-        std::make_shared<const OperationError>(OperationError{ErrorKind::kBroken, "receive: " + *failure});
-    for (const OperationPtr& operation : std::exchange(waiting_, {})) sink_->point_to_point_done(operation, error);
-    return;
+  if (failure != nullptr) return fail_waiting(*failure);
+  try {
+    take_header(status);
+  } catch (const std::runtime_error& error) {  // MPI refuses to receive
+    fail_waiting(error.what());
+  } catch (const std::bad_alloc&) {
+    fail_waiting("no memory for a message");
   }
+}
+
+void Messages::fail_waiting(const std::string& why) {
+  const auto error = std::make_shared<const OperationError>(OperationError{ErrorKind::kBroken, "receive: " + why});
+  for (const OperationPtr& operation : std::exchange(waiting_, {})) sink_->point_to_point_done(operation, error);
+}
+
+void Messages::take_header(const MPI_Status& status) {
   std::unique_ptr<Packet> packet = std::move(incoming_);
   const int source = status.MPI_SOURCE;
   const auto it = std::find_if(waiting_.begin(), waiting_.end(), [&](const OperationPtr& o) {
@@ -159,7 +174,7 @@ void Messages::deliver(const OperationPtr& operation, int source, std::unique_pt
   if (header.eager != 0) {
     if (header.bytes > 0) std::memcpy(to, packet->payload, header.bytes);
   } else {
-    operation->exposed = transfer.scratch == nullptr;
+    operation->exposed = transfer.scratch == nullptr && !operation->owns_buffers;
     in_chunks(header.bytes, [&](uint64_t offset, int piece) {
       check(MPI_Irecv(to + offset, piece, MPI_BYTE, source, payload_tag(header.number), communicator_, &request),
             "MPI_Irecv");

@@ -18,12 +18,12 @@ namespace multicomm::mpi {
 class Messages {
  public:
   Messages(MPI_Comm communicator, Requests& requests, int64_t largest_count);
-  ~Messages();
   Messages(const Messages&) = delete;
   Messages& operator=(const Messages&) = delete;
 
   void post(const OperationPtr& operation);
-  void set_sink(PointToPointSink* sink) { sink_ = sink; }
+  void set_sink(PointToPointSink* sink);
+  bool idle() const { return transfers_.empty(); }
 
  private:
   static constexpr size_t kEagerBytes = 2048;
@@ -60,6 +60,8 @@ class Messages {
 
   void send(const OperationPtr& operation);
   void listen();
+  void fail_waiting(const std::string& why);
+  void take_header(const MPI_Status& status);
   void on_header(const MPI_Status& status, const std::string* failure);
   void deliver(const OperationPtr& operation, int source, std::unique_ptr<Packet> packet);
   Transfer& new_transfer(const OperationPtr& operation);

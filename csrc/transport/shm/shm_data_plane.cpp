@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "coordinator/reduce_kernels.h"
 
@@ -27,8 +28,8 @@ std::byte* output_of(const Operation& operation) {
 ShmDataPlane::ShmDataPlane(std::unique_ptr<Segment> segment, int rank, int size, Pollers& pollers, DataPlane& other)
     : segment_(std::move(segment)), rank_(rank), size_(size), pollers_(pollers), other_(other) {}
 
-ShmDataPlane::~ShmDataPlane() {
-  if (attached_) pollers_.detach(*this);
+void ShmDataPlane::detach() {
+  if (std::exchange(attached_, false)) pollers_.detach(*this);
 }
 
 void ShmDataPlane::launch(Batch& batch, Completion& done) {
@@ -54,10 +55,7 @@ void ShmDataPlane::launch(Batch& batch, Completion& done) {
 size_t ShmDataPlane::poll() {
   // One chunk of each step per look: the driver holds the drive lock meanwhile.
   const size_t steps = static_cast<size_t>(publish()) + static_cast<size_t>(reduce()) + static_cast<size_t>(consume());
-  if (chunks_.empty() && attached_) {
-    pollers_.detach(*this);
-    attached_ = false;
-  }
+  if (chunks_.empty()) detach();
   return steps;
 }
 

@@ -23,10 +23,11 @@ namespace multicomm::shm {
 class ShmDataPlane final : public DataPlane, public Poller {
  public:
   ShmDataPlane(std::unique_ptr<Segment> segment, int rank, int size, Pollers& pollers, DataPlane& other);
-  ~ShmDataPlane() override;
   void launch(Batch& batch, Completion& done) override;
   void post(const OperationPtr& operation) override { other_.post(operation); }
   size_t poll() override;
+  bool idle() const { return chunks_.empty(); }
+  void detach();  // from what is polled
 
  private:
   struct Task {

@@ -63,6 +63,7 @@ class SimChannel final : public Channel, ControlPlane, DataPlane {
   ControlPlane& control() override { return *this; }
   DataPlane& data() override { return *this; }
   void set_sink(PointToPointSink*) override {}
+  bool idle() const override { return true; }
 
   void start_round(const Record& mine, Record& result, Completion& done) override {
     const std::lock_guard lock(world_.mutex());
