@@ -14,6 +14,7 @@ import pytest
 from harness.two_hosts import two_hosts, why_not
 from job import Job, Programs, build, mpi_tool
 
+OPEN_MPI_ABORT = 195
 needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
@@ -264,10 +265,15 @@ def test_killed_server(programs: Programs, tmp_path: Path) -> None:
         (server,) = job.servers()
         os.kill(server, signal.SIGKILL)
         job.release()
-        codes = job.wait(limit=20)
-        assert set(codes.values()) == {0}, job.report()
-        # Open MPI's segments stay: it leaves their removal to the server.
-        assert not list(job.tmp.iterdir()) and not job.servers()
+        codes = set(job.wait(limit=20).values())
+        # Open MPI ends a rank that loses its server at an unlucky moment (about 1 job in 40 here), with its own message;
+        # then nobody is left to remove the folder. Nothing of ours hangs or stays alive either way.
+        assert codes <= {0, OPEN_MPI_ABORT}, job.report()
+        if OPEN_MPI_ABORT in codes:
+            assert "PMIx Event Notification" in job.report(), job.report()
+        else:  # Open MPI's segments stay: it leaves their removal to the server
+            assert not list(job.tmp.iterdir()), job.report()
+        assert not job.servers()
 
 
 @needs_hosts
