@@ -266,7 +266,7 @@ def test_killed_server(programs: Programs, tmp_path: Path) -> None:
         os.kill(server, signal.SIGKILL)
         job.release()
         codes = set(job.wait(limit=20).values())
-        # Open MPI ends a rank that loses its server at an unlucky moment (about 1 job in 40 here), with words of its own;
+        # Open MPI ends a rank that loses its server at an unlucky moment (about 1 job in 40 here), saying so;
         # then nobody is left to remove the folder. Nothing of ours hangs or stays alive either way.
         assert codes <= {0, OPEN_MPI_ABORT}, job.report()
         if OPEN_MPI_ABORT in codes:
