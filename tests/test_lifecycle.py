@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import BACKEND, needs_multicomm, raises, same, unless_gloo
-from harness.jobs import launch
+from harness.checks import check_sum
+from harness.jobs import launch, say
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -25,19 +26,8 @@ from torch.utils.data import DataLoader
 LONG_WAIT = timedelta(minutes=10)
 
 
-def check_sum(group: dist.ProcessGroup | None = None, size: int = 3) -> None:
-    data = torch.full((size,), 1.0)
-    dist.all_reduce(data, group=group)
-    same(data, torch.full((size,), float(dist.get_world_size(group))), "all_reduce")
-
-
 def rank_and_world() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def say(text: str) -> None:
-    """One write, so that the lines of several ranks do not mix."""
-    os.write(1, f"{text}\n".encode())
 
 
 def three_lives() -> None:

@@ -87,50 +87,9 @@ def coalesced(case: Case) -> Call:
     return Sums("coalesced", [], [])
 
 
-def run_program(me: Rank, program: list[Step]) -> None:
-    own = Random(me.seed + 1 + me.rank)
-    queues: dict[str, list[Step]] = {}
-    for step in program:
-        kind = step.kind if step.kind in me.groups else "world"
-        if me.groups[kind].own >= 0:
-            queues.setdefault(kind, []).append(step)
-    open_calls: list[Call] = []
-    # Up to the next synchronous call of any group ranks go through the groups in their own ways; synchronous calls
-    # come in the order of the program, since a rank that blocks in one group cannot come to another.
-    blocking = [s for s in program if s.mode in ("sync", "mismatch")]
-    for barrier in [*blocking, None]:
-        while queues:
-            ready = [k for k, q in queues.items() if q and not any(q[0] is b for b in blocking)]
-            if not ready or (barrier is not None and own.random() < 0.1):
-                break
-            kind = own.choice(ready)
-            step = queues[kind].pop(0)
-            case = case_of(me, kind, step)
-            open_calls.append(coalesced(case) if step.mode == "coalesced" else start(step.operation, case))
-        if barrier is None:
-            break
-        kind = barrier.kind if barrier.kind in me.groups else "world"
-        queue = queues.get(kind, [])
-        if me.groups[kind].own < 0:
-            continue
-        while queue and queue[0] is not barrier:  # what the group has before it
-            step = queue.pop(0)
-            case = case_of(me, kind, step)
-            open_calls.append(coalesced(case) if step.mode == "coalesced" else start(step.operation, case))
-        queue.pop(0)
-        case = case_of(me, kind, barrier)
-        if barrier.mode == "mismatch" and case.group.size > 1 and BACKEND == "multicomm":
-            disagree(case)
-        elif barrier.mode == "sync":
-            start(barrier.operation, case).finish()
-    own.shuffle(open_calls)
-    for call in open_calls:
-        call.finish()
-
-
-def case_of(me: Rank, kind: str, step: Step) -> Case:
+def case_of(me: Rank, step: Step) -> Case:
     return Case(
-        me.groups[kind],
+        me.groups[step.kind if step.kind in me.groups else "world"],  # small worlds lack some groups
         getattr(torch, step.dtype),
         step.shape,
         step.layout,
@@ -138,6 +97,41 @@ def case_of(me: Rank, kind: str, step: Step) -> Case:
         asynchronous=step.mode == "async",
         salt=step.salt,
     )
+
+
+def run_program(me: Rank, program: list[Step]) -> None:
+    own = Random(me.seed + 1 + me.rank)
+    mine = [(step, case) for step in program if (case := case_of(me, step)).group.own >= 0]
+    queues: dict[str, list[tuple[Step, Case]]] = {}
+    for step, case in mine:
+        queues.setdefault(case.group.kind, []).append((step, case))
+    open_calls: list[Call] = []
+
+    def issue_next(kind: str) -> None:
+        step, case = queues[kind].pop(0)
+        open_calls.append(coalesced(case) if step.mode == "coalesced" else start(step.operation, case))
+
+    # Up to the next synchronous call of any group ranks go through the groups in their own ways; synchronous calls
+    # come in the order of the program, since a rank that blocks in one group cannot come to another.
+    blocking = [(step, case) for step, case in mine if step.mode in ("sync", "mismatch")]
+    for step, case in blocking:
+        while ready := [kind for kind, queue in queues.items() if queue and queue[0][0].mode in ("async", "coalesced")]:
+            if own.random() < 0.1:
+                break
+            issue_next(own.choice(ready))
+        queue = queues[case.group.kind]
+        while queue[0][0] is not step:  # what the group has before it
+            issue_next(case.group.kind)
+        queue.pop(0)
+        if step.mode == "sync":
+            start(step.operation, case).finish()
+        elif case.group.size > 1:
+            disagree(case)
+    while ready := [kind for kind, queue in queues.items() if queue]:
+        issue_next(own.choice(ready))
+    own.shuffle(open_calls)
+    for call in open_calls:
+        call.finish()
 
 
 run_program.body = run_program  # type: ignore[attr-defined]

@@ -18,13 +18,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from harness import BACKEND, needs_multicomm, raises
-from harness.jobs import launch
+from harness.jobs import launch, say
 
 pytestmark = needs_multicomm("names nobody")
-
-
-def say(text: str) -> None:
-    os.write(1, f"{text}\n".encode())
 
 
 def store() -> dist.Store:

@@ -12,11 +12,11 @@ ErrorPtr make_error(ErrorKind kind, std::string message) {
 
 int own_rank(const GroupInfo& info) { return info.ranks[static_cast<size_t>(info.rank)]; }
 
-std::string prefix(const GroupInfo& info) {
+}  // namespace
+
+std::string error_prefix(const GroupInfo& info) {
   return "multicomm: rank " + std::to_string(own_rank(info)) + ": " + group_text(info) + ": ";
 }
-
-}  // namespace
 
 std::string rank_list(std::vector<int> ranks) {
   std::sort(ranks.begin(), ranks.end());
@@ -61,7 +61,7 @@ ErrorPtr disagreement_error(const GroupInfo& info, uint64_t sequence, const std:
     it->ranks.push_back(info.ranks[r]);
   }
   std::ostringstream message;
-  message << prefix(info) << "the ranks disagree on collective " << sequence << ":";
+  message << error_prefix(info) << "the ranks disagree on collective " << sequence << ":";
   for (const Line& line : lines) {
     message << "\n  rank" << (line.ranks.size() > 1 ? "s " : " ") << rank_list(line.ranks) << ": " << line.text;
   }
@@ -73,67 +73,68 @@ ErrorPtr disagreement_error(const GroupInfo& info, uint64_t sequence, const std:
 ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank) {
   return make_error(
       ErrorKind::kAborted,
-      prefix(info) + "rank " + std::to_string(global_rank) +
+      error_prefix(info) + "rank " + std::to_string(global_rank) +
           " gave this group up (a time-out or an abort; its own error says which). The group cannot be used "
           "further: destroy it and make a new one.");
 }
 
 ErrorPtr peer_died_error(const GroupInfo& info, int global_rank, const Operation& waiting) {
   return make_error(ErrorKind::kBroken,
-                    prefix(info) + "the process of rank " + std::to_string(global_rank) +
+                    error_prefix(info) + "the process of rank " + std::to_string(global_rank) +
                         " has ended (killed, crashed, or gone without destroy_process_group), so " + numbered(waiting) +
                         " cannot complete. The group cannot be used further; its other members have the same error.");
 }
 
 ErrorPtr peer_left_error(const GroupInfo& info, int global_rank) {
   return make_error(ErrorKind::kUsage,
-                    prefix(info) + "rank " + std::to_string(global_rank) +
+                    error_prefix(info) + "rank " + std::to_string(global_rank) +
                         " has destroyed this group, so no further operation can complete on it. Let every "
                         "rank finish its operations before it calls destroy_process_group.");
 }
 
 ErrorPtr closed_error(const GroupInfo& info) {
   return make_error(ErrorKind::kAborted,
-                    prefix(info) + "this rank has destroyed or aborted the group; make a new one.");
+                    error_prefix(info) + "this rank has destroyed or aborted the group; make a new one.");
 }
 
 ErrorPtr aborted_error(const GroupInfo& info, const std::string& reason) {
-  return make_error(ErrorKind::kAborted, prefix(info) + "aborted on this rank (" + reason + "); make a new group.");
+  return make_error(ErrorKind::kAborted,
+                    error_prefix(info) + "aborted on this rank (" + reason + "); make a new group.");
 }
 
 ErrorPtr not_made_error(const GroupInfo& info, const std::string& why, bool timed_out) {
   return make_error(timed_out ? ErrorKind::kTimeout : ErrorKind::kBroken,
-                    prefix(info) + "its communicator could not be made: " + why);
+                    error_prefix(info) + "its communicator could not be made: " + why);
 }
 
 ErrorPtr broken_error(const GroupInfo& info, const std::string& what) {
-  return make_error(ErrorKind::kBroken, prefix(info) + what + ". The group cannot be used further.");
+  return make_error(ErrorKind::kBroken, error_prefix(info) + what + ". The group cannot be used further.");
 }
 
 ErrorPtr message_error(const GroupInfo& info, const Operation& operation, const OperationError& cause) {
-  return make_error(cause.kind, prefix(info) + numbered(operation) + ": " + cause.message);
+  return make_error(cause.kind, error_prefix(info) + numbered(operation) + ": " + cause.message);
 }
 
 ErrorPtr withdrawn_error(const GroupInfo& info, const Operation& operation) {
-  return make_error(ErrorKind::kTimeout, prefix(info) + numbered(operation) + ": nothing came in time.");
+  return make_error(ErrorKind::kTimeout, error_prefix(info) + numbered(operation) + ": nothing came in time.");
 }
 
 ErrorPtr lost_memory_error(const GroupInfo& info, const Operation& operation, const std::string& lost) {
   return make_error(ErrorKind::kUsage,
-                    prefix(info) + operation.describe() +
+                    error_prefix(info) + operation.describe() +
                         ": its memory may still be read or written for an operation that was given up (" + lost +
                         "), which MPI cannot call back. Use another tensor, such as a clone().");
 }
 
 ErrorPtr cannot_prepare_error(const GroupInfo& info, const Operation& operation, const std::string& what) {
-  return make_error(ErrorKind::kBroken, prefix(info) + numbered(operation) +
+  return make_error(ErrorKind::kBroken, error_prefix(info) + numbered(operation) +
                                             ": no contiguous copy of its tensors could be made, so this rank cannot "
                                             "take part: " +
                                             what + ". The group is given up; destroy it and make a new one.");
 }
 
 ErrorPtr cannot_finish_error(const GroupInfo& info, const Operation& operation, const std::string& what) {
-  return make_error(ErrorKind::kUsage, prefix(info) + numbered(operation) +
+  return make_error(ErrorKind::kUsage, error_prefix(info) + numbered(operation) +
                                            ": its result could not be copied into the tensor: " + what +
                                            ". The other ranks have theirs, and the group can be used further.");
 }
@@ -163,13 +164,13 @@ ErrorPtr timeout_error(const GroupInfo& info, const Operation& operation, Standi
   const std::string text = standing_text(operation, standing, who);
   const bool lines = text.find('\n') != std::string::npos;
   return make_error(ErrorKind::kTimeout,
-                    prefix(info) + "time-out of " + numbered(operation) + ": " + text + (lines ? "\n" : ". ") +
+                    error_prefix(info) + "time-out of " + numbered(operation) + ": " + text + (lines ? "\n" : ". ") +
                         "The group is given up on this rank; destroy it and make a new one, or set a longer time-out.");
 }
 
 std::string stall_text(const GroupInfo& info, const Operation& operation, Standing standing, const std::string& who,
                        std::chrono::seconds since) {
-  return prefix(info) + numbered(operation) + " has been waiting for " + std::to_string(since.count()) +
+  return error_prefix(info) + numbered(operation) + " has been waiting for " + std::to_string(since.count()) +
          " s: " + standing_text(operation, standing, who);
 }
 

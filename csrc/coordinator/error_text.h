@@ -10,6 +10,7 @@ namespace multicomm {
 
 std::string rank_list(std::vector<int> ranks);     // "0-3, 5"
 std::string numbered(const Operation& operation);  // "collective 4, all_reduce(SUM) of Float [3]"
+std::string error_prefix(const GroupInfo& info);   // "multicomm: rank 1: group 'name' (ranks [0, 1]): "
 std::string group_text(const GroupInfo& info);     // "group 'name' (ranks [0, 2])"
 ErrorPtr disagreement_error(const GroupInfo& info, uint64_t sequence, const std::vector<TableEntry>& table);
 ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank);

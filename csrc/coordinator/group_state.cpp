@@ -439,8 +439,6 @@ void GroupState::answered(int global_rank, const Answer& answer) {
   }
 }
 
-std::string GroupState::who(const Operation& operation) { return stall_of(operation).describe(info_, operation); }
-
 // Asks about an operation that has waited for long, in good time before its time-out; warns once.
 void GroupState::inspect(const Waiting& waiting, Operation::Clock::time_point now) {
   const Operation& operation = *waiting.operation;
@@ -456,7 +454,7 @@ void GroupState::inspect(const Waiting& waiting, Operation::Clock::time_point no
     stall.ask(info_, operation, identity(), *coordinator_.inquiries(), now);
   if (!due || stall.warned || !stall.ready(now)) return;
   stall.warned = true;
-  coordinator_.warn(stall_text(info_, operation, standing_of(waiting), who(operation),
+  coordinator_.warn(stall_text(info_, operation, standing_of(waiting), stall.describe(info_, operation),
                                std::chrono::duration_cast<std::chrono::seconds>(waited)));
 }
 
@@ -484,7 +482,8 @@ void GroupState::check_deadlines(Operation::Clock::time_point now) {
     stall.ask(info_, *late.operation, identity(), *plane, now);
     if (!stall.ready(now)) return;  // the next look is not far
   }
-  give_up(timeout_error(info_, *late.operation, standing_of(late), who(*late.operation)));
+  give_up(timeout_error(info_, *late.operation, standing_of(late),
+                        stall_of(*late.operation).describe(info_, *late.operation)));
 }
 
 }  // namespace multicomm

@@ -101,7 +101,6 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   Standing standing_of(const Waiting& waiting) const;
   void inspect(const Waiting& waiting, Operation::Clock::time_point now);
   Stall& stall_of(const Operation& operation) { return stalls_[is_point_to_point(operation.descriptor.kind) ? 1 : 0]; }
-  std::string who(const Operation& operation);
   void take_submissions();
   void post_point_to_point();
   bool enter(const OperationPtr& operation);

@@ -15,8 +15,7 @@
 namespace multicomm {
 
 std::ostream& operator<<(std::ostream& out, const Where& where) {
-  return out << "multicomm: rank " << where.group.ranks[static_cast<size_t>(where.group.rank)] << ": "
-             << group_text(where.group) << ": " << where.operation;
+  return out << error_prefix(where.group) << where.operation;
 }
 
 const at::Tensor& single_tensor(const Where& where, const std::vector<at::Tensor>& tensors) {
@@ -47,9 +46,12 @@ void check_root(const Where& where, int64_t root, int size) {
   TORCH_CHECK_VALUE(root >= 0 && root < size, where, ": rank ", root, " is not in the group of ", size, " ranks");
 }
 
-void check_same_dtype(const Where& where, const at::Tensor& a, const at::Tensor& b) {
-  TORCH_CHECK_TYPE(a.scalar_type() == b.scalar_type(), where, ": input is ", b.scalar_type(), ", output is ",
-                   a.scalar_type());
+void check_pair(const Where& where, const at::Tensor& output, const at::Tensor& input) {
+  check_dense_cpu(where, output);
+  check_dense_cpu(where, input);
+  TORCH_CHECK_TYPE(output.scalar_type() == input.scalar_type(), where, ": input is ", input.scalar_type(),
+                   ", output is ", output.scalar_type());
+  check_writable(where, output);
 }
 
 void check_list(const Where& where, const char* what, const std::vector<at::Tensor>& list, int size,

@@ -28,7 +28,8 @@ void check_root(const Where& where, int64_t root, int size);
 // One tensor per rank, all of `dtype`.
 void check_list(const Where& where, const char* what, const std::vector<at::Tensor>& list, int size,
                 at::ScalarType dtype);
-void check_same_dtype(const Where& where, const at::Tensor& a, const at::Tensor& b);
+// Of the calls that take one tensor for the input and one for the output.
+void check_pair(const Where& where, const at::Tensor& output, const at::Tensor& input);
 ReduceOp to_reduce_op(const Where& where, const c10d::ReduceOp& op, at::ScalarType dtype);
 // Of PREMUL_SUM: this rank's factor as a tensor of one element of `dtype`; undefined for every other reduce op.
 at::Tensor factor_of(const Where& where, const c10d::ReduceOp& op, at::ScalarType dtype);

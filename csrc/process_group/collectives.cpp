@@ -160,10 +160,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allgather_coalesced(Tensor
 
 ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_gather_into(const at::Tensor& output,
                                                                                       const at::Tensor& input) const {
-  check_dense_cpu(at("all_gather_into_tensor"), output);
-  check_dense_cpu(at("all_gather_into_tensor"), input);
-  check_same_dtype(at("all_gather_into_tensor"), output, input);
-  check_writable(at("all_gather_into_tensor"), output);
+  check_pair(at("all_gather_into_tensor"), output, input);
   TORCH_CHECK_VALUE(output.numel() == input.numel() * size_, at("all_gather_into_tensor"), ": the output has ",
                     output.numel(), " elements, ", size_, " inputs of ", input.numel(), " elements do not fill it");
   auto operation = make(OpKind::kAllGather, ReduceOp::kNone, input.scalar_type());
@@ -219,10 +216,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::reduce_scatter(Tensors& ou
 
 ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_reduce_scatter_from(
     const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op) const {
-  check_dense_cpu(at("reduce_scatter_tensor"), output);
-  check_dense_cpu(at("reduce_scatter_tensor"), input);
-  check_same_dtype(at("reduce_scatter_tensor"), output, input);
-  check_writable(at("reduce_scatter_tensor"), output);
+  check_pair(at("reduce_scatter_tensor"), output, input);
   TORCH_CHECK_VALUE(input.numel() == output.numel() * size_, at("reduce_scatter_tensor"), ": the input has ",
                     input.numel(), " elements, ", size_, " outputs of ", output.numel(), " elements need as many");
   auto operation = make(OpKind::kReduceScatter, to_reduce_op(at("reduce_scatter_tensor"), op, output.scalar_type()),
@@ -268,10 +262,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::alltoall_base(at::Tensor& 
                                                                     std::vector<int64_t>& output_splits,
                                                                     std::vector<int64_t>& input_splits,
                                                                     const c10d::AllToAllOptions& opts) {
-  check_dense_cpu(at("all_to_all_single"), output);
-  check_dense_cpu(at("all_to_all_single"), input);
-  check_same_dtype(at("all_to_all_single"), output, input);
-  check_writable(at("all_to_all_single"), output);
+  check_pair(at("all_to_all_single"), output, input);
   auto operation = make(OpKind::kAllToAll, ReduceOp::kNone, input.scalar_type());
   operation->add_split_input(input, split_counts(at("all_to_all_single"), "input", input, input_splits, size_));
   operation->add_split_output(output, split_counts(at("all_to_all_single"), "output", output, output_splits, size_));

@@ -87,8 +87,7 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::message(OpKind 
 }
 
 // Waits until the message is there; one that does not come is withdrawn, and the group goes on.
-void ProcessGroupMulticomm::receive_in_time(const TensorOperationPtr& operation,
-                                            Operation::Clock::time_point deadline) {
+void ProcessGroupMulticomm::finish_in_time(const TensorOperationPtr& operation, Operation::Clock::time_point deadline) {
   Runtime& runtime = Runtime::get();
   if (runtime.driver().wait_until([&] { return operation->done(); }, deadline, Runtime::interrupt_check())) return;
   runtime.coordinator().post([group = group_, operation] { group->withdraw(operation); });
@@ -104,7 +103,7 @@ void ProcessGroupMulticomm::monitoredBarrier(const c10d::BarrierOptions& opts, b
     at::Tensor missing = at::empty({size_}, at::kByte);
     const auto answer = message(OpKind::kRecv, missing, 0, tag);
     message(OpKind::kSend, at::empty({0}, at::kByte), 0, tag);
-    receive_in_time(answer, deadline + kAnswerGrace);
+    finish_in_time(answer, deadline + kAnswerGrace);
     if (const ErrorPtr failure = group_->failure()) std::rethrow_exception(to_exception(failure));
     if (answer->error()) {
       C10_THROW_ERROR(DistBackendError,
@@ -122,21 +121,18 @@ void ProcessGroupMulticomm::monitoredBarrier(const c10d::BarrierOptions& opts, b
   bool wait = true;
   for (int peer = 1; peer < size_; ++peer) {
     const auto& arrival = arrivals[static_cast<size_t>(peer - 1)];
-    // Without wait_all_ranks the first that is missing ends it: for the rest only what has come already counts.
-    receive_in_time(arrival, wait ? deadline : Operation::Clock::now());
-    flags[peer] = arrival->error() ? 1 : 0;
-    if (flags[peer] != 0 && !wait_all_ranks) wait = false;
+    // Without wait_all_ranks the first that is missing ends it; the rest is only taken back.
+    finish_in_time(arrival, wait ? deadline : Operation::Clock::now());
+    if (!wait || !arrival->error()) continue;
+    flags[peer] = 1;
+    wait = wait_all_ranks;
   }
   if (const ErrorPtr failure = group_->failure()) std::rethrow_exception(to_exception(failure));
-  if (!wait) {
-    bool first = true;
-    for (int peer = 1; peer < size_; ++peer) flags[peer] = flags[peer] != 0 && std::exchange(first, false) ? 1 : 0;
-  }
   // Who came is told; who did not is told as well, for when he comes.
   std::vector<TensorOperationPtr> answers;
   for (int peer = 1; peer < size_; ++peer) answers.push_back(message(OpKind::kSend, missing, peer, tag));
   for (const auto& answer : answers)
-    receive_in_time(answer, Operation::Clock::now() + kAnswerGrace);  // on its way before this rank may end
+    finish_in_time(answer, Operation::Clock::now() + kAnswerGrace);  // on its way before this rank may end
   report_missing(where, missing, timeout);
 }
 

@@ -124,7 +124,7 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   void report_missing(const Where& where, const at::Tensor& missing, std::chrono::milliseconds timeout) const;
   void observe(WorkState& state, const Call& call, const std::vector<TensorOperationPtr>& operations);
   TensorOperationPtr message(OpKind kind, const at::Tensor& tensor, int peer, int tag);
-  void receive_in_time(const TensorOperationPtr& operation, Operation::Clock::time_point deadline);
+  void finish_in_time(const TensorOperationPtr& operation, Operation::Clock::time_point deadline);
   c10::intrusive_ptr<Backend> derive(const c10::intrusive_ptr<c10d::Store>& store, std::vector<int> global_ranks,
                                      int rank, const std::string& name, const c10::intrusive_ptr<Options>& opts) const;
   void leave(std::chrono::milliseconds bound);

@@ -63,14 +63,15 @@ Runtime::Runtime()
     : pid_(getpid()),
       coordinator_(read_settings(environ), shared_, completions_),
       driver_(coordinator_, completions_, oversubscribed()),
-      maker_(shared_, [this](MPI_Comm world) { start_inquiries(world); }) {
+      maker_(shared_, [this] { start_inquiries(); }) {
   coordinator_.on_channel_released = [this](std::shared_ptr<Channel> channel) { maker_.free(std::move(channel)); };
 }
 
-void Runtime::start_inquiries(MPI_Comm world) {
-  coordinator_.post([this, world] {
-    inquiries_ = std::make_unique<mpi::Inquiries>(world, shared_.requests, coordinator_,
-                                                  [] { return bootstrap::MpiRuntime::current()->dead_ranks(); });
+void Runtime::start_inquiries() {
+  coordinator_.post([this] {
+    inquiries_ =
+        std::make_unique<mpi::Inquiries>(bootstrap::MpiRuntime::current()->inquiries(), shared_.requests, coordinator_,
+                                         [] { return bootstrap::MpiRuntime::current()->dead_ranks(); });
     coordinator_.set_inquiries(inquiries_.get());
   });
   driver_.wake();

@@ -42,7 +42,7 @@ class Runtime {
  private:
   Runtime();
   void check_process() const;
-  void start_inquiries(MPI_Comm world);
+  void start_inquiries();
   void shutdown(bool failed) noexcept;
 
   const int pid_;

@@ -219,31 +219,29 @@ def test_rank_that_leaves(programs: Programs, tmp_path: Path, mode: str, victim:
         job.assert_nothing_left()
 
 
+def check_survivors(job: Job, victim: int, limit: float) -> None:
+    """Kills one rank of a job that is ready; the others see it and end in time."""
+    job.await_fact("ready")
+    job.ranks[victim].process.kill()
+    job.release()
+    codes = job.wait(limit)
+    codes.pop(victim)
+    assert set(codes.values()) == {0}, job.report()
+    assert all(job.ranks[number].facts("saw_dead") for number in codes)
+    job.assert_nothing_left()
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_rank(programs: Programs, tmp_path: Path, victim: int) -> None:
     with Job(programs, tmp_path, "survive", 3, argument=victim) as job:
-        job.start().await_fact("ready")
-        job.ranks[victim].process.kill()
-        job.release()
-        codes = job.wait(limit=15)
-        codes.pop(victim)
-        assert set(codes.values()) == {0}, job.report()
-        assert all(job.ranks[number].facts("saw_dead") for number in codes)
-        job.assert_nothing_left()
+        check_survivors(job.start(), victim, limit=15)
 
 
 @needs_hosts
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_killed_rank_on_two_nodes(programs: Programs, tmp_path: Path, hosts: list[list[str]], victim: int) -> None:
     with Job(programs, tmp_path, "survive", 4, argument=victim) as job:
-        job.start(prefix=spread(hosts, 4)).await_fact("ready")
-        job.ranks[victim].process.kill()
-        job.release()
-        codes = job.wait(limit=20)
-        codes.pop(victim)
-        assert set(codes.values()) == {0}, job.report()
-        assert all(job.ranks[number].facts("saw_dead") for number in codes)
-        job.assert_nothing_left()
+        check_survivors(job.start(prefix=spread(hosts, 4)), victim, limit=20)
 
 
 def test_all_killed_at_once(programs: Programs, tmp_path: Path) -> None:

@@ -28,15 +28,7 @@ using OperationRef = std::shared_ptr<sim::PlainOperation>;
 
 OperationRef all_reduce(std::vector<int64_t>& values, ReduceOp op = ReduceOp::kSum) {
   auto operation = std::make_shared<sim::PlainOperation>();
-  operation->descriptor.kind = OpKind::kAllReduce;
-  operation->descriptor.dtype = DType::kInt64;
-  operation->descriptor.reduce_op = op;
-  operation->descriptor.count = values.size();
-  const Segment segment{reinterpret_cast<std::byte*>(values.data()), static_cast<int64_t>(values.size())};
-  operation->inputs = {segment};
-  operation->outputs = {segment};
-  const auto begin = reinterpret_cast<uintptr_t>(values.data());
-  operation->ranges = {{begin, begin + values.size() * sizeof(int64_t), true}};
+  sim::make_all_reduce(*operation, values, op);
   return operation;
 }
 

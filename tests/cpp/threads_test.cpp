@@ -51,16 +51,7 @@ std::atomic<int> failures{0};
 
 std::shared_ptr<CountedOperation> sum_of(std::vector<int64_t>& data) {
   auto operation = std::make_shared<CountedOperation>(finalized);
-  Descriptor& d = operation->descriptor;
-  d.kind = OpKind::kAllReduce;
-  d.dtype = DType::kInt64;
-  d.reduce_op = ReduceOp::kSum;
-  d.count = data.size();
-  const Segment segment{reinterpret_cast<std::byte*>(data.data()), static_cast<int64_t>(data.size())};
-  operation->inputs = {segment};
-  operation->outputs = {segment};
-  const auto begin = reinterpret_cast<uintptr_t>(data.data());
-  operation->ranges = {{begin, begin + data.size() * sizeof(int64_t), true}};
+  sim::make_all_reduce(*operation, data);
   return operation;
 }
 

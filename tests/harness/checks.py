@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def same(got: torch.Tensor, want: torch.Tensor | list[Any], what: str, *, close: bool = False) -> None:
@@ -32,6 +33,13 @@ def same(got: torch.Tensor, want: torch.Tensor | list[Any], what: str, *, close:
         f"got {got[first].item()}, expected {want[first].item()}; "
         f"all: got {_head(got)}, expected {_head(want)}"
     )
+
+
+def check_sum(group: dist.ProcessGroup | None = None, size: int = 3) -> None:
+    """Asserts that a sum of ones over the group (the world, if None) comes out right."""
+    data = torch.full((size,), 1.0)
+    dist.all_reduce(data, group=group)
+    same(data, torch.full((size,), float(dist.get_world_size(group))), "all_reduce")
 
 
 def _head(tensor: torch.Tensor, count: int = 8) -> str:

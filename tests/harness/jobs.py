@@ -104,6 +104,11 @@ def launch(
     return job
 
 
+def say(text: str) -> None:
+    """One write, so that the lines of several ranks do not mix."""
+    os.write(1, f"{text}\n".encode())
+
+
 def _check_nothing_is_left(mark: str, sessions: set[int], used: set[str], temporary: Path, output: str) -> None:
     def leftovers() -> dict[str, list[object]]:
         found = {

@@ -133,11 +133,11 @@ void GroupMaker::free(std::shared_ptr<Channel> channel) {
 }
 
 void GroupMaker::ensure_started(const bootstrap::WorldRequest& request) {
-  auto& runtime = bootstrap::MpiRuntime::start(request);
+  bootstrap::MpiRuntime::start(request);
   if (types_) return;
   types_ = std::make_unique<Types>();
   shared_.types = types_.get();
-  on_started_(runtime.inquiries());
+  on_started_();
 }
 
 void GroupMaker::run() {

@@ -34,9 +34,8 @@ struct GroupRequest {
 // {0,1}, {1,2}, {2,0}, each starting with another pair, would otherwise wait for each other in a circle.
 class GroupMaker {
  public:
-  // `on_started` is called once MPI is up, with a communicator of the world for inquiries.
-  GroupMaker(Shared& shared, std::function<void(MPI_Comm)> on_started)
-      : shared_(shared), on_started_(std::move(on_started)) {}
+  // `on_started` is called once MPI is up.
+  GroupMaker(Shared& shared, std::function<void()> on_started) : shared_(shared), on_started_(std::move(on_started)) {}
 
   void make(GroupRequest request);
   // Starts MPI without making a group; for ranks that are in none of ours but that the others' start-up needs.
@@ -61,7 +60,7 @@ class GroupMaker {
   std::string missing_members(Pending& pending) const;
 
   Shared& shared_;
-  const std::function<void(MPI_Comm)> on_started_;
+  const std::function<void()> on_started_;
   std::unique_ptr<Types> types_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -222,6 +222,18 @@ std::string SimWorld::trace() const {
   return text.str();
 }
 
+void make_all_reduce(Operation& operation, std::vector<int64_t>& values, ReduceOp op) {
+  operation.descriptor.kind = OpKind::kAllReduce;
+  operation.descriptor.dtype = DType::kInt64;
+  operation.descriptor.reduce_op = op;
+  operation.descriptor.count = values.size();
+  const Segment segment{reinterpret_cast<std::byte*>(values.data()), static_cast<int64_t>(values.size())};
+  operation.inputs = {segment};
+  operation.outputs = {segment};
+  const auto begin = reinterpret_cast<uintptr_t>(values.data());
+  operation.ranges = {{begin, begin + values.size() * sizeof(int64_t), true}};
+}
+
 VariableGather::VariableGather(std::string text) : own_(std::move(text)) {
   descriptor.kind = OpKind::kGatherVariable;
   descriptor.dtype = DType::kUint8;

@@ -120,6 +120,9 @@ class PlainOperation : public Operation {
   std::string describe() const override;
 };
 
+// Makes `operation` an all_reduce in place of `values`, which must outlive it.
+void make_all_reduce(Operation& operation, std::vector<int64_t>& values, ReduceOp op = ReduceOp::kSum);
+
 // Gathers one text of every member.
 class VariableGather final : public PlainOperation {
  public:
