@@ -32,7 +32,7 @@ comma := ,
 SIM := build/sim
 SIM_SOURCES := $(wildcard csrc/coordinator/*.cpp csrc/transport/sim/*.cpp) csrc/transport/mpi/buffer_pool.cpp
 SIM_OBJECTS := $(patsubst csrc/%.cpp,$(SIM)/%.o,$(SIM_SOURCES))
-SIM_FLAGS := -std=c++20 -O1 -g -Wall -Wextra -Werror -Wno-restrict -fsanitize=address,undefined -fno-sanitize-recover=all \
+SIM_FLAGS := -std=c++20 -DMULTICOMM_PLANTED_FAULTS -O1 -g -Wall -Wextra -Werror -Wno-restrict -fsanitize=address,undefined -fno-sanitize-recover=all \
 	-Icsrc -pthread
 SEEDS ?= 2000
 FIRST_SEED ?= 1
@@ -55,17 +55,33 @@ $(TSAN)/threads_test: tests/cpp/threads_test.cpp $(SIM_SOURCES) $(wildcard csrc/
 	@mkdir -p $(@D)
 	$(CXX) $(TSAN_FLAGS) tests/cpp/threads_test.cpp $(SIM_SOURCES) -o $@
 
+# The launch order over real MPI, with a device double; run by mpirun on 4 ranks.
+ORDER_TEST := build/mpi/order_test
+ORDER_SOURCES := tests/cpp/order_test.cpp $(wildcard csrc/coordinator/*.cpp) \
+	$(addprefix csrc/transport/mpi/,requests.cpp mpi_types.cpp control_plane.cpp)
+$(ORDER_TEST): $(VENV)/.tools tests/cpp/device_double.h $(ORDER_SOURCES) $(wildcard csrc/*/*.h csrc/*/*/*.h)
+	@mkdir -p $(@D)
+	OMPI_CXX=$(CXX) $(BIN)/mpicxx -std=c++20 -O2 -g -Wall -Wextra -Werror -Wno-restrict -DOMPI_SKIP_MPICXX -Icsrc -Itests/cpp -pthread \
+		$(ORDER_SOURCES) -o $@ -Wl,-rpath,$(abspath $(VENV))/lib
+
 -include $(SIM_OBJECTS:.o=.d) $(wildcard $(SIM)/tests/*.d)
 .PRECIOUS: $(SIM)/tests/%.o
 
-simulate: $(SIM)/simulate
-	$(SIM)/simulate $(FIRST_SEED) $(SEEDS)
+# FAST=1: without the sanitizers, for very many seeds.
+FAST_SIMULATE := build/fast/simulate
+$(FAST_SIMULATE): tests/cpp/simulate.cpp $(SIM_SOURCES) $(wildcard csrc/*/*.h csrc/*/*/*.h)
+	@mkdir -p $(@D)
+	$(CXX) $(patsubst -O1,-O2,$(filter-out -fsanitize% -fno-sanitize%,$(SIM_FLAGS))) tests/cpp/simulate.cpp $(SIM_SOURCES) -o $@
+
+SIMULATE := $(if $(FAST),$(FAST_SIMULATE),$(SIM)/simulate)
+simulate: $(SIMULATE)
+	$(SIMULATE) $(FIRST_SEED) $(SEEDS)
 
 demo: all
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/ddp_subgroups.py
 
 # The second run holds Gloo to the same right results, where it has the operation.
-test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test
+test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test $(FAST_SIMULATE) $(ORDER_TEST)
 	$(BIN)/python -m pytest
 	MULTICOMM_TEST_BACKEND=gloo $(BIN)/python -m pytest -q -p no:cacheprovider -r f tests/test_operations.py
 

@@ -12,7 +12,7 @@ namespace multicomm {
 
 namespace {
 constexpr std::chrono::milliseconds kDeadlineCheck{50};
-constexpr std::chrono::milliseconds kDeathGrace{1000};
+constexpr size_t kNotices = 1024;  // remembered: a group is made on all members at once, but for a moment
 }  // namespace
 
 Coordinator::Coordinator(Settings settings, Progress& progress, CompletionSink& sink)
@@ -111,13 +111,25 @@ bool Coordinator::active() const { return unfinished() > 0 || has_inbox(); }
 
 int Coordinator::dead_member(const GroupInfo& info) const {
   for (const auto& [rank, since] : deaths_)
-    if (now_ - since >= kDeathGrace && std::find(info.ranks.begin(), info.ranks.end(), rank) != info.ranks.end())
+    if (now_ - since >= kGrace && std::find(info.ranks.begin(), info.ranks.end(), rank) != info.ranks.end())
       return rank;
   return -1;
 }
 
+int Coordinator::given_up_by(uint64_t group) const {
+  const auto it = std::find_if(given_up_.begin(), given_up_.end(), [&](const auto& n) { return n.first == group; });
+  return it == given_up_.end() ? -1 : it->second;
+}
+
 Answer Coordinator::answer(const Inquiry& inquiry) {
   Answer answer{inquiry.group, inquiry.number, 0, {}};
+  if (inquiry.given_up_by >= 0) {
+    given_up_.emplace_back(inquiry.group, inquiry.given_up_by);
+    if (given_up_.size() > kNotices) given_up_.pop_front();
+    for (const GroupPtr& group : groups())
+      if (group->identity() == inquiry.group) group->peer_gave_up(inquiry.given_up_by);
+    return answer;
+  }
   std::ostringstream text;
   const GroupState* oldest = nullptr;
   OperationPtr waiting;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "coordinator/group_state.h"
+#include "coordinator/launch_order.h"
 #include "coordinator/overlap_guard.h"
 #include "coordinator/settings.h"
 #include "transport/transport.h"
@@ -32,6 +34,9 @@ class Coordinator final : public InquirySink {
 
   Coordinator(Settings settings, Progress& progress, CompletionSink& sink);
 
+  // What a rank did before its end, or before it gave a group up, may still be on its way for so long.
+  static constexpr std::chrono::milliseconds kGrace{1000};
+
   // --- any thread ---
   const Settings& settings() const { return settings_; }
   GroupPtr add_group(GroupInfo info);
@@ -44,6 +49,7 @@ class Coordinator final : public InquirySink {
   std::vector<GroupPtr> groups() const;
 
   OverlapGuard& memory() { return memory_; }
+  LaunchOrder& launch_order() { return launch_order_; }  // driver
   // Prints a warning; replaceable, for tests.
   std::function<void(const std::string&)> warn;
 
@@ -62,8 +68,11 @@ class Coordinator final : public InquirySink {
   void close(GroupState& group);
   void set_inquiries(InquiryPlane* plane) { inquiries_ = plane; }
   InquiryPlane* inquiries() { return inquiries_; }  // null where nobody can be asked
-  // A member that has been dead for a while, or -1. What it did before its end may still be on its way at first.
+  // A member that has been dead for kGrace, or -1.
   int dead_member(const GroupInfo& info) const;
+  // A member that has given the group up before this rank had it, or -1.
+  int given_up_by(uint64_t group) const;
+  Clock::time_point checked_at() const { return now_; }
   Answer answer(const Inquiry& inquiry) override;
   void answered(int global_rank, const Answer& answer) override;
 
@@ -88,8 +97,10 @@ class Coordinator final : public InquirySink {
   OverlapGuard memory_;
 
   // Driver.
+  LaunchOrder launch_order_;
   InquiryPlane* inquiries_ = nullptr;
-  std::map<int, Clock::time_point> deaths_;  // global rank; when it was learned
+  std::map<int, Clock::time_point> deaths_;        // global rank; when it was learned
+  std::deque<std::pair<uint64_t, int>> given_up_;  // notices: group, global rank
   std::vector<GroupPtr> ready_;
   std::vector<GroupPtr> drained_groups_;
   std::vector<std::function<void()>> drained_tasks_;

@@ -148,7 +148,8 @@ std::string standing_text(const Operation& operation, Standing standing, const s
              "default "
              "world has not started multicomm";
     case Standing::kQueued:
-      return "it has not begun, since an operation that this rank submitted before it is not done";
+      return "it has not begun, since an operation that this rank submitted before it is not done" +
+             (who.empty() ? "" : " and uses the same memory: " + who);
     case Standing::kOffered:
       if (is_point_to_point(operation.descriptor.kind)) return "the peer did not come" + who;
       return who.empty() || who.front() == '\n' ? "not every rank of the group has submitted it" + who : who;

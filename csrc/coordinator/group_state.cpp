@@ -7,6 +7,7 @@
 
 #include "coordinator/coordinator.h"
 #include "coordinator/error_text.h"
+#include "coordinator/faults.h"
 #include "coordinator/inline_payload.h"
 
 namespace multicomm {
@@ -14,6 +15,7 @@ namespace multicomm {
 GroupState::GroupState(Coordinator& coordinator, GroupInfo info) : coordinator_(coordinator), info_(std::move(info)) {
   round_done_.group = this;
   table_done_.group = this;
+  order_done_.group = this;
 }
 
 std::string GroupState::describe() const { return group_text(info_); }
@@ -48,6 +50,7 @@ ErrorPtr GroupState::failure() const {
 void GroupState::connect(std::shared_ptr<Channel> channel) {
   channel_ = std::move(channel);
   channel_->set_sink(this);
+  if (const int rank = coordinator_.given_up_by(identity()); rank >= 0) peer_gave_up(rank);
   coordinator_.make_ready(*this);
 }
 
@@ -71,6 +74,7 @@ void GroupState::advance() {
   take_submissions();
   if (const ErrorPtr error = failure()) fail_pending(error);  // submitted while the group was given up
   waits_for_memory_ = false;
+  if (announce_failure_ || broken_) tell_peers();
   if (all_left_) return close_if_over();  // here, and not where the transport reports an end: it is still at work there
   if (!channel_ || broken_) return;
   guarded([&] {
@@ -144,6 +148,7 @@ uint32_t GroupState::fill_record() {
   const auto self = static_cast<uint32_t>(info_.ranks[static_cast<size_t>(info_.rank)]);
   mine_.lowest_leaving = leaving_ ? self : kNobody;
   mine_.lowest_failed = announce_failure_ ? self : kNobody;
+  mine_.clock = coordinator_.launch_order().clock();
   uint32_t offered = 0;
   InlineLayout layout(mine_.group_size);
   for (const OperationPtr& operation : pending_) {
@@ -171,23 +176,23 @@ void GroupState::start_round() {
 void GroupState::on_round(const std::string* error) {
   round_active_ = false;
   if (error != nullptr) return broken(*error);
+  coordinator_.launch_order().learn(result_.clock);
   uint32_t agreed = result_.agreed;
   for (uint32_t i = 0; i < agreed; ++i)
     if (result_.descriptors[i].checksum != 0) agreed = i;
-  bool disagreement = agreed < result_.offered;
+  if (fault(Fault::kNoValidation)) agreed = result_.offered;
+  table_ = agreed < result_.offered ? Table::kDisagreement : Table::kNone;
   // An operation whose sizes are still to be exchanged ends the prefix; at its head, it has the round for itself.
-  bool sizes = false;
   for (uint32_t i = 0; i < agreed; ++i) {
     if (result_.descriptors[i].kind != OpKind::kGatherVariable) continue;
-    sizes = i == 0;
-    disagreement = false;
+    table_ = i == 0 ? Table::kSizes : Table::kNone;
     agreed = i;
   }
 
   // Taken out first: a launch that fails gives the group up, which clears what is pending.
   const std::vector<OperationPtr> operations(pending_.begin(), pending_.begin() + agreed);
   pending_.erase(pending_.begin(), pending_.begin() + agreed);
-  mine_.offered -= agreed;  // what of the offer is still pending
+  mine_.offered = table_ == Table::kNone ? 0 : 1;  // what of the offer the round still asks for
   const size_t inlined = finish_inline(operations);
   {
     const std::lock_guard lock(queue_mutex_);
@@ -196,14 +201,86 @@ void GroupState::on_round(const std::string* error) {
     statistics_.batched_operations += operations.size() - inlined;
   }
   launch_batches({operations.begin() + static_cast<std::ptrdiff_t>(inlined), operations.end()});
-  if (disagreement && !broken_) {
-    start_table(pending_.front()->describe());
-  } else if (sizes && !broken_) {
-    table_has_sizes_ = true;
-    start_table(std::to_string(pending_.front()->inputs.front().count));
-  }
+  follow_up();
   react_to_members();
   coordinator_.make_ready(*this);
+}
+
+// Every member has read the same result, so every member starts the same here, before any further round.
+void GroupState::follow_up() {
+  if (broken_) {
+    for (BatchInFlight* flight : std::exchange(unordered_, {})) end(*flight, failure());
+    return;
+  }
+  if (!unordered_.empty()) return start_order();
+  if (table_ == Table::kDisagreement) start_table(pending_.front()->describe());
+  if (table_ == Table::kSizes) start_table(std::to_string(pending_.front()->inputs.front().count));
+}
+
+// All members have submitted what is in the unit, so that the second phase waits for nobody's program: one that came
+// first could hold up unrelated groups on a rank that never submits.
+void GroupState::start_order() {
+  LaunchOrder& order = coordinator_.launch_order();
+  my_proposal_ = order.clock();
+  if (device_stopped_) {
+    // The peers start it, so this rank does; but it has told them that nothing comes of it.
+    for (BatchInFlight* flight : std::exchange(unordered_, {})) end(*flight, failure());
+  } else {
+    const auto unit = units_.insert(units_.end(), Unit{std::exchange(unordered_, {}), {}});
+    unit->place = order.propose(identity(), next_unit_++, [this, unit] { launch_unit(unit); });
+    my_proposal_ = std::get<0>(unit->place);
+    proposed_ = true;
+  }
+  round_active_ = true;
+  guarded([&] { channel_->control().start_order(my_proposal_, timestamp_, order_done_); });
+}
+
+void GroupState::on_order(const std::string* error) {
+  round_active_ = false;
+  if (error != nullptr) return broken(*error);
+  LaunchOrder& order = coordinator_.launch_order();
+  order.learn(timestamp_);
+  if (std::exchange(proposed_, false)) {  // not when the group was given up meanwhile
+    const LaunchOrder::Place proposed = units_.back().place;
+    std::get<0>(units_.back().place) = timestamp_;  // first: the unit may be launched, and gone
+    order.decide(proposed, timestamp_);
+  }
+  follow_up();
+  coordinator_.make_ready(*this);
+}
+
+void GroupState::launch_unit(std::list<Unit>::iterator unit) {
+  const auto flights = std::move(unit->flights);
+  units_.erase(unit);
+  for (BatchInFlight* flight : flights) launch(*flight);
+}
+
+// The records tell whoever submits another collective. Whoever waits for a message, or whose device waits in a batch,
+// enters no round: without this it would wait for ever for a member that has given the group up.
+void GroupState::tell_peers() {
+  InquiryPlane* plane = coordinator_.inquiries();
+  if (!channel_ || plane == nullptr || std::exchange(peers_told_, true)) return;
+  const int self = info_.ranks[static_cast<size_t>(info_.rank)];
+  for (const int rank : info_.ranks)
+    if (rank != self) plane->ask(rank, {.group = identity(), .number = 0, .given_up_by = self});
+}
+
+void GroupState::peer_gave_up(int global_rank) {
+  if (given_up_by_ >= 0) return;
+  given_up_by_ = global_rank;
+  given_up_since_ = coordinator_.checked_at();
+}
+
+// What is not launched never will be, and must not hold up other groups; what is launched would keep the device until
+// its peers come.
+void GroupState::stop_device(const ErrorPtr& error) {
+  device_stopped_ = true;
+  proposed_ = false;
+  const auto units = std::exchange(units_, {});
+  for (const Unit& unit : units)
+    for (BatchInFlight* flight : unit.flights) end(*flight, error);
+  for (const Unit& unit : units) coordinator_.launch_order().withdraw(unit.place);
+  if (channel_ && channel_->device() != nullptr) channel_->device()->abort();
 }
 
 // Completes the leading operations whose data rode in the record; returns how many they are.
@@ -223,49 +300,65 @@ size_t GroupState::finish_inline(const std::vector<OperationPtr>& operations) {
 void GroupState::launch_batches(const std::vector<OperationPtr>& operations) {
   if (operations.empty()) return;
   const Settings& settings = coordinator_.settings();
-  const FusionLimits limits{!settings.deterministic, settings.fusion_operation_bytes, settings.fusion_buffer_bytes};
+  FusionLimits limits{!settings.deterministic, settings.fusion_operation_bytes, settings.fusion_buffer_bytes};
+  if (fault(Fault::kPlansFromLocalState)) limits.fuse = pending_.empty();
   auto batches = plan_batches(operations, limits);
+  const bool backwards = fault(Fault::kStartsOutOfOrder) && !pending_.empty();
   {
     const std::lock_guard lock(queue_mutex_);
     statistics_.batches += batches.size();
   }
+  for (Batch& batch : batches) batch.number = next_batch_++;
+  if (backwards) std::reverse(batches.begin(), batches.end());
   for (Batch& batch : batches) {
-    batch.number = next_batch_++;
     BatchInFlight& flight = batches_.emplace_back();
     flight.group = this;
     flight.batch = std::move(batch);
     flight.self = std::prev(batches_.end());
-    if (broken_) {
-      for (const OperationPtr& operation : flight.batch.operations) abandon(operation, failure());
-      continue;
-    }
-    guarded([&] { channel_->data().launch(flight.batch, flight); });
+    const bool on_device = flight.batch.descriptor().device != DeviceKind::kCpu;
+    if (on_device && settings.strict_order && !fault(Fault::kNoSecondPhase)) unordered_.push_back(&flight);
+    else if (on_device && device_stopped_) end(flight, failure());
+    else launch(flight);
   }
 }
 
+void GroupState::launch(BatchInFlight& flight) {
+  if (broken_) {
+    for (const OperationPtr& operation : flight.batch.operations) abandon(operation, failure());
+    return;
+  }
+  guarded([&] {
+    if (flight.batch.descriptor().device == DeviceKind::kCpu) return channel_->data().launch(flight.batch, flight);
+    if (channel_->device() == nullptr) throw std::runtime_error("this group moves no device tensors");
+    channel_->device()->launch(flight.batch, flight);
+  });
+}
+
 void GroupState::on_batch(BatchInFlight& flight, const std::string* error) {
-  const ErrorPtr failure = error == nullptr ? nullptr : broken_error(info_, *error);
-  const auto operations = std::move(flight.batch.operations);
-  batches_.erase(flight.self);  // `flight` is gone from here on
-  for (const OperationPtr& operation : operations) settle(operation, failure);
-  if (error != nullptr) broken(*error);
+  end(flight, error == nullptr ? nullptr : broken_error(info_, *error));
+  if (error != nullptr && !device_stopped_) broken(*error);
   if (all_left_) coordinator_.make_ready(*this);
 }
 
-// Every member has read the same result, so every member starts the table here, before any further round.
+void GroupState::end(BatchInFlight& flight, const ErrorPtr& error) {
+  const auto operations = std::move(flight.batch.operations);
+  batches_.erase(flight.self);  // `flight` is gone from here on
+  for (const OperationPtr& operation : operations) settle(operation, error);
+}
+
 void GroupState::start_table(const std::string& mine) {
-  table_.resize(static_cast<size_t>(info_.size()));
+  entries_.resize(static_cast<size_t>(info_.size()));
   my_entry_ = {};
   std::memcpy(my_entry_.text, mine.data(), std::min(mine.size(), sizeof(my_entry_.text) - 1));
   round_active_ = true;
-  guarded([&] { channel_->control().start_table(my_entry_, table_.data(), table_done_); });
+  guarded([&] { channel_->control().start_table(my_entry_, entries_.data(), table_done_); });
 }
 
 void GroupState::on_piece_sizes() {
   const OperationPtr operation = std::move(pending_.front());
   pending_.pop_front();
   std::vector<int64_t> sizes;
-  for (const TableEntry& entry : table_) sizes.push_back(std::stoll(entry.text));
+  for (const TableEntry& entry : entries_) sizes.push_back(std::stoll(entry.text));
   try {
     operation->set_piece_sizes(sizes);
   } catch (const std::exception& failure) {
@@ -284,13 +377,15 @@ void GroupState::on_piece_sizes() {
 void GroupState::on_table(const std::string* error) {
   round_active_ = false;
   if (error != nullptr) return broken(*error);
-  if (std::exchange(table_has_sizes_, false)) {
+  mine_.offered = 0;
+  if (std::exchange(table_, Table::kNone) == Table::kSizes) {
     on_piece_sizes();
+    follow_up();
     return coordinator_.make_ready(*this);
   }
   const OperationPtr operation = std::move(pending_.front());
   pending_.pop_front();
-  settle(operation, disagreement_error(info_, operation->sequence, table_));
+  settle(operation, disagreement_error(info_, operation->sequence, entries_));
   coordinator_.make_ready(*this);
 }
 
@@ -317,6 +412,13 @@ void GroupState::leave() {
     error = failure_;
   }
   take_submissions();
+  // A device could wait for peers that give up, once they learn that this rank has left: then both stop.
+  bool device_busy = false;
+  for_unfinished([&](const OperationPtr& o, bool) { device_busy |= o->descriptor.device != DeviceKind::kCpu; });
+  if (device_busy) {
+    announce_failure_ = true;
+    give_up(error);
+  }
   fail_pending(error);
   // A receive that nobody has sent for would keep the engine busy for ever.
   for (const OperationPtr& operation : posted_messages_) abandon(operation, error);
@@ -370,6 +472,7 @@ void GroupState::give_up(ErrorPtr error) {
   for (BatchInFlight& flight : batches_)
     for (const OperationPtr& operation : flight.batch.operations) abandon(operation, error);
   for (const OperationPtr& operation : posted_messages_) abandon(operation, error);
+  stop_device(error);
   coordinator_.make_ready(*this);
 }
 
@@ -394,7 +497,9 @@ void GroupState::settle(const OperationPtr& operation, ErrorPtr error) {
 void GroupState::abandon(const OperationPtr& operation, const ErrorPtr& error) {
   if (operation->abandoned) return;
   unfinished_.fetch_sub(1);
-  if (operation->prepared && !operation->exposed) {
+  if (operation->descriptor.device != DeviceKind::kCpu) {
+    operation->exposed = true;  // no copy of it can be made here: its memory stays claimed until it ends
+  } else if (operation->prepared && !operation->exposed) {
     try {
       operation->copy_inputs();
     } catch (const std::bad_alloc&) {
@@ -432,6 +537,13 @@ Standing GroupState::standing_of(const Waiting& waiting) const {
                                        : Standing::kQueued;
 }
 
+// What the operation waits for, in words, as far as it is known.
+std::string GroupState::reason_of(const Waiting& waiting) {
+  const Operation& operation = *waiting.operation;
+  return standing_of(waiting) == Standing::kQueued ? coordinator_.memory().in_the_way(operation)
+                                                   : stall_of(operation).describe(info_, operation);
+}
+
 void GroupState::answered(int global_rank, const Answer& answer) {
   for (size_t r = 0; r < info_.ranks.size(); ++r) {
     if (info_.ranks[r] != global_rank) continue;
@@ -454,7 +566,7 @@ void GroupState::inspect(const Waiting& waiting, Operation::Clock::time_point no
     stall.ask(info_, operation, identity(), *coordinator_.inquiries(), now);
   if (!due || stall.warned || !stall.ready(now)) return;
   stall.warned = true;
-  coordinator_.warn(stall_text(info_, operation, standing_of(waiting), stall.describe(info_, operation),
+  coordinator_.warn(stall_text(info_, operation, standing_of(waiting), reason_of(waiting),
                                std::chrono::duration_cast<std::chrono::seconds>(waited)));
 }
 
@@ -463,11 +575,22 @@ void GroupState::check_deadlines(Operation::Clock::time_point now) {
   for_unfinished([&](const OperationPtr& o, bool agreed) {
     Waiting& first = oldest[is_point_to_point(o->descriptor.kind) ? 1 : 0];
     if (!first.operation || o->ticket < first.operation->ticket) first = {o, agreed};
-    if (!late.operation && o->deadline < now) late = {o, agreed};
+    // The oldest: what came after it may only be waiting for it.
+    if (o->deadline < now && (!late.operation || o->ticket < late.operation->ticket)) late = {o, agreed};
   });
   if (const int dead = coordinator_.dead_member(info_); dead >= 0) {
     for (const Waiting& waiting : oldest)
-      if (waiting.operation) return give_up(peer_died_error(info_, dead, *waiting.operation));
+      if (waiting.operation) {
+        give_up(peer_died_error(info_, dead, *waiting.operation));
+        announce_failure_ = false;  // everybody learns of a death, and no round with the dead comes to its end
+        return;
+      }
+  }
+  const bool told = given_up_by_ >= 0 && !device_stopped_;
+  if (told && (late.operation || now - given_up_since_ >= Coordinator::kGrace)) {
+    give_up(peer_failed_error(info_, given_up_by_));
+    announce_failure_ = false;  // whoever told us has told everybody
+    return;
   }
   for (const Waiting& waiting : oldest) {
     // One operation at a time: asking about two in turn, none would ever have its answers.
@@ -482,8 +605,7 @@ void GroupState::check_deadlines(Operation::Clock::time_point now) {
     stall.ask(info_, *late.operation, identity(), *plane, now);
     if (!stall.ready(now)) return;  // the next look is not far
   }
-  give_up(timeout_error(info_, *late.operation, standing_of(late),
-                        stall_of(*late.operation).describe(info_, *late.operation)));
+  give_up(timeout_error(info_, *late.operation, standing_of(late), reason_of(late)));
 }
 
 }  // namespace multicomm

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "coordinator/batch.h"
+#include "coordinator/launch_order.h"
 #include "coordinator/operation.h"
 #include "coordinator/record.h"
 #include "coordinator/stall.h"
@@ -70,6 +71,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   uint64_t identity() const { return channel_ ? channel_->identity() : 0; }  // 0: not made yet
   OperationPtr oldest_unfinished() const;
   void answered(int global_rank, const Answer& answer);
+  void peer_gave_up(int global_rank);
   // Gives up one point-to-point operation for which its caller no longer waits; the group goes on.
   void withdraw(const OperationPtr& operation);
   void point_to_point_done(const OperationPtr& operation, const ErrorPtr& error) override;
@@ -84,12 +86,24 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
     GroupState* group = nullptr;
     void complete(const std::string* error) override { group->on_table(error); }
   };
+  struct OrderDone final : Completion {
+    GroupState* group = nullptr;
+    void complete(const std::string* error) override { group->on_order(error); }
+  };
   struct BatchInFlight final : Completion {
     GroupState* group = nullptr;
     Batch batch;
     std::list<BatchInFlight>::iterator self;
     void complete(const std::string* error) override { group->on_batch(*this, error); }
   };
+
+  // The device batches of one round: launched together, when their turn has come.
+  struct Unit {
+    std::vector<BatchInFlight*> flights;
+    LaunchOrder::Place place;
+  };
+  // What a round's result asks for before the next round may start.
+  enum class Table : uint8_t { kNone, kDisagreement, kSizes };
 
   // An operation that waits: the oldest collective and the oldest message are looked at.
   struct Waiting {
@@ -99,6 +113,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   template <typename Use>
   void for_unfinished(Use use) const;
   Standing standing_of(const Waiting& waiting) const;
+  std::string reason_of(const Waiting& waiting);
   void inspect(const Waiting& waiting, Operation::Clock::time_point now);
   Stall& stall_of(const Operation& operation) { return stalls_[is_point_to_point(operation.descriptor.kind) ? 1 : 0]; }
   void take_submissions();
@@ -107,12 +122,20 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   uint32_t fill_record();
   void start_round();
   void on_round(const std::string* error);
+  void follow_up();
+  void start_order();
+  void on_order(const std::string* error);
+  void launch_unit(std::list<Unit>::iterator unit);
+  void stop_device(const ErrorPtr& error);
+  void tell_peers();
   void start_table(const std::string& mine);
   void on_table(const std::string* error);
   void on_piece_sizes();
   void on_batch(BatchInFlight& flight, const std::string* error);
+  void end(BatchInFlight& flight, const ErrorPtr& error);
   size_t finish_inline(const std::vector<OperationPtr>& operations);
   void launch_batches(const std::vector<OperationPtr>& operations);
+  void launch(BatchInFlight& flight);
   void react_to_members();
   void close_if_over();
   void close();
@@ -143,11 +166,19 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   std::list<BatchInFlight> batches_;
   std::vector<OperationPtr> taken_;  // reused by take_submissions
   uint64_t next_batch_ = 0;
-  bool round_active_ = false;     // a round or its table is in flight
-  bool table_has_sizes_ = false;  // the table in flight says how much each member brings, not who disagrees
+  std::vector<BatchInFlight*> unordered_;  // device batches of the last round, not proposed yet
+  std::list<Unit> units_;                  // proposed and not launched
+  uint64_t next_unit_ = 0;
+  bool round_active_ = false;   // a round or what it asks for is in flight
+  Table table_ = Table::kNone;  // due after the last round, or in flight
   bool leaving_ = false;
   bool creation_failed_ = false;
   bool all_left_ = false;
+  bool proposed_ = false;        // the newest of units_ has no timestamp yet
+  bool device_stopped_ = false;  // the group was given up: no device batch is launched any more
+  bool peers_told_ = false;
+  int given_up_by_ = -1;  // global rank of a member that has said so, outside the rounds
+  Operation::Clock::time_point given_up_since_;
   bool broken_ = false;            // the transport failed: nothing more is started
   bool announce_failure_ = false;  // peers have not been told yet that this rank gave the group up
   bool waits_for_memory_ = false;
@@ -156,9 +187,12 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   Record mine_;
   Record result_;
   TableEntry my_entry_{};
-  std::vector<TableEntry> table_;
+  std::vector<TableEntry> entries_;
+  uint64_t my_proposal_ = 0;
+  uint64_t timestamp_ = 0;
   RoundDone round_done_;
   TableDone table_done_;
+  OrderDone order_done_;
 };
 using GroupPtr = std::shared_ptr<GroupState>;
 

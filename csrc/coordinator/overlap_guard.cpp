@@ -29,7 +29,8 @@ std::optional<std::string> OverlapGuard::enter(Operation& operation) {
   return std::nullopt;
 }
 
-bool OverlapGuard::blocked(const Ranges& ranges, uintptr_t longest, const MemoryRange& range, const Operation& by) {
+const Operation* OverlapGuard::blocker(const Ranges& ranges, uintptr_t longest, const MemoryRange& range,
+                                       const Operation& by) {
   const uintptr_t from = range.begin > longest ? range.begin - longest : 0;
   const bool point_to_point = is_point_to_point(by.descriptor.kind);
   for (auto it = ranges.lower_bound(from); it != ranges.end() && it->first < range.end; ++it) {
@@ -38,17 +39,30 @@ bool OverlapGuard::blocked(const Ranges& ranges, uintptr_t longest, const Memory
     // Two point-to-point operations are never ordered by their memory: a send that waits for a receive on the other
     // side, held back by a receive here, would be a deadlock that the program does not contain.
     if (point_to_point && is_point_to_point(other.descriptor.kind)) continue;
-    return true;
+    return &other;
   }
-  return false;
+  return nullptr;
+}
+
+const Operation* OverlapGuard::blocker(const Operation& operation) const {
+  for (const MemoryRange& r : operation.ranges) {
+    if (r.begin >= r.end) continue;
+    if (const Operation* writer = blocker(writers_, longest_writer_, r, operation)) return writer;
+    if (!r.write) continue;
+    if (const Operation* reader = blocker(readers_, longest_reader_, r, operation)) return reader;
+  }
+  return nullptr;
 }
 
 bool OverlapGuard::clear(const Operation& operation) const {
   const std::lock_guard lock(mutex_);
-  return std::none_of(operation.ranges.begin(), operation.ranges.end(), [&](const MemoryRange& r) {
-    return r.begin < r.end && (blocked(writers_, longest_writer_, r, operation) ||
-                               (r.write && blocked(readers_, longest_reader_, r, operation)));
-  });
+  return blocker(operation) == nullptr;
+}
+
+std::string OverlapGuard::in_the_way(const Operation& operation) const {
+  const std::lock_guard lock(mutex_);
+  const Operation* found = blocker(operation);
+  return found == nullptr ? std::string() : found->describe();
 }
 
 void OverlapGuard::erase(Ranges& ranges, const MemoryRange& range, const Operation& owner) {

@@ -24,6 +24,8 @@ class OverlapGuard {
   std::optional<std::string> enter(Operation& operation);
   // Whether nothing submitted before is in the way any more.
   bool clear(const Operation& operation) const;
+  // What is, in words; empty if nothing is.
+  std::string in_the_way(const Operation& operation) const;
   void leave(const Operation& operation);
   // The operation was given up: its memory is free again, or lost to the transport that still writes it.
   void abandon(const Operation& operation);
@@ -35,7 +37,9 @@ class OverlapGuard {
     const Operation* owner;
   };
   using Ranges = std::multimap<uintptr_t, Entry>;  // by beginning
-  static bool blocked(const Ranges& ranges, uintptr_t longest, const MemoryRange& range, const Operation& by);
+  static const Operation* blocker(const Ranges& ranges, uintptr_t longest, const MemoryRange& range,
+                                  const Operation& by);
+  const Operation* blocker(const Operation& operation) const;
   static void erase(Ranges& ranges, const MemoryRange& range, const Operation& owner);
   void erase_all(const Operation& operation);
 

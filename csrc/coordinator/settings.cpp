@@ -58,6 +58,14 @@ const Known kKnown[] = {
     {"MULTICOMM_DETERMINISTIC", "1: a result is a function of the inputs bit for bit; no fusion (all ranks alike)",
      [](Settings& s, std::string_view v) { s.deterministic = parse_flag(v); },
      [](const Settings& s) { return std::string(s.deterministic ? "1" : "0"); }},
+    {"MULTICOMM_ORDER",
+     "strict: device batches of overlapping groups are launched in one order on all ranks; relaxed: as each rank "
+     "comes to them, so that order is the program's duty (all ranks alike)",
+     [](Settings& s, std::string_view v) {
+       if (v != "strict" && v != "relaxed") reject(v, "one of strict, relaxed");
+       s.strict_order = v == "strict";
+     },
+     [](const Settings& s) { return std::string(s.strict_order ? "strict" : "relaxed"); }},
     {"MULTICOMM_CHUNK_ELEMENTS",
      "most elements (bytes, of a message) that one MPI call moves; larger ones take several (all ranks alike)",
      [](Settings& s, std::string_view v) {
@@ -86,7 +94,9 @@ std::string Settings::shared_text() const {
   text << "protocol=" << kProtocolVersion << " record=" << sizeof(Record)
        << " MULTICOMM_FUSION_BYTES=" << fusion_buffer_bytes
        << " MULTICOMM_FUSION_OPERATION_BYTES=" << fusion_operation_bytes
-       << " MULTICOMM_DETERMINISTIC=" << (deterministic ? 1 : 0) << " MULTICOMM_CHUNK_ELEMENTS=" << chunk_elements;
+       << " MULTICOMM_DETERMINISTIC=" << (deterministic ? 1 : 0)
+       << " MULTICOMM_ORDER=" << (strict_order ? "strict" : "relaxed")
+       << " MULTICOMM_CHUNK_ELEMENTS=" << chunk_elements;
   return text.str();
 }
 

@@ -12,6 +12,8 @@ struct Settings {
   uint64_t fusion_buffer_bytes = 8u << 20;
   uint64_t fusion_operation_bytes = 256u << 10;
   bool deterministic = false;
+  // Whether device batches of overlapping groups are launched in one agreed order on all ranks.
+  bool strict_order = true;
   uint64_t chunk_elements = uint64_t{1} << 30;
   uint64_t queue_operations = 100'000;  // unfinished operations per process beyond which submission is slowed down
   std::chrono::milliseconds shutdown_timeout{10'000};

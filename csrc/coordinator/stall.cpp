@@ -23,7 +23,7 @@ void Stall::ask(const GroupInfo& info, const Operation& operation, uint64_t grou
     if (r == info.rank || (message && operation.peer >= 0 && r != operation.peer)) continue;
     peers_.push_back(r);
     const int global = info.ranks[static_cast<size_t>(r)];
-    if (!is_dead(global)) plane.ask(global, {group, number_});
+    if (!is_dead(global)) plane.ask(global, {.group = group, .number = number_});
   }
 }
 

@@ -10,6 +10,8 @@ namespace multicomm {
 struct Inquiry {
   uint64_t group;   // identity that all its members know, see Channel::identity
   uint64_t number;  // the asker's; comes back with the answer
+  // A global rank that has given the group up: a notice, whose answer nobody reads.
+  int32_t given_up_by = -1;
 };
 
 struct Answer {

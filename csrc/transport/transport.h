@@ -26,8 +26,8 @@ struct TableEntry {
 };
 
 // One group's agreement channel. All calls by the driver. What is started is started in the same order on every member:
-// round k, its table if round k's result asks for one, round k+1. Never by a local event: two collectives started in
-// different orders on one communicator do not hang, they exchange their sums.
+// round k, the timestamp and the table if round k's result asks for them, round k+1. Never by a local event: two
+// collectives started in different orders on one communicator do not hang, they exchange their sums.
 class ControlPlane {
  public:
   virtual ~ControlPlane() = default;
@@ -35,6 +35,8 @@ class ControlPlane {
   virtual void start_round(const Record& mine, Record& result, Completion& done) = 0;
   // All-gather of one entry per rank; `all` has room for the whole group.
   virtual void start_table(const TableEntry& mine, TableEntry* all, Completion& done) = 0;
+  // All-reduce of one timestamp per rank: their maximum.
+  virtual void start_order(const uint64_t& mine, uint64_t& maximum, Completion& done) = 0;
 };
 
 // One group's way of moving tensors. All calls by the driver, none waits for a peer or for a buffer (two ranks could
@@ -46,6 +48,14 @@ class DataPlane {
   virtual void launch(Batch& batch, Completion& done) = 0;
   // A send or receive; matched by (peer, tag) in posting order.
   virtual void post(const OperationPtr& operation) = 0;
+};
+
+// A data plane of a device that runs strictly in launch order and blocks in each batch until all members have come.
+class DevicePlane : public DataPlane {
+ public:
+  // The group is given up: what is launched and not done ends with an error, so that the device gets on with other
+  // groups.
+  virtual void abort() = 0;
 };
 
 // Receives what a data plane has to say about point-to-point operations.
@@ -64,6 +74,7 @@ class Channel {
   virtual ~Channel() = default;
   virtual ControlPlane& control() = 0;
   virtual DataPlane& data() = 0;
+  virtual DevicePlane* device() { return nullptr; }  // null: this group moves no device tensors
   // Null before the channel is freed: from then on it is no part of what is polled.
   virtual void set_sink(PointToPointSink* sink) = 0;
   // Whether nothing is in flight: no memory but its own is in the transport's hands.

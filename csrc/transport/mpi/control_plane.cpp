@@ -18,6 +18,13 @@ void MpiControlPlane::start_table(const TableEntry& mine, TableEntry* all, Compl
   requests_.add(request, *this);
 }
 
+void MpiControlPlane::start_order(const uint64_t& mine, uint64_t& maximum, Completion& done) {
+  done_ = &done;
+  MPI_Request request = MPI_REQUEST_NULL;
+  check(MPI_Iallreduce(&mine, &maximum, 1, MPI_UINT64_T, MPI_MAX, communicator_, &request), "MPI_Iallreduce");
+  requests_.add(request, *this);
+}
+
 void MpiControlPlane::request_done(const MPI_Status&, const std::string* error) {
   Completion* done = done_;
   done_ = nullptr;

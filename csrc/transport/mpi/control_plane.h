@@ -12,6 +12,7 @@ class MpiControlPlane final : public ControlPlane, private RequestHandler {
       : communicator_(communicator), requests_(requests), types_(types) {}
   void start_round(const Record& mine, Record& result, Completion& done) override;
   void start_table(const TableEntry& mine, TableEntry* all, Completion& done) override;
+  void start_order(const uint64_t& mine, uint64_t& maximum, Completion& done) override;
 
  private:
   void request_done(const MPI_Status& status, const std::string* error) override;
@@ -19,7 +20,7 @@ class MpiControlPlane final : public ControlPlane, private RequestHandler {
   MPI_Comm communicator_;
   Requests& requests_;
   const Types& types_;
-  Completion* done_ = nullptr;  // at most one of round and table is in flight
+  Completion* done_ = nullptr;  // one at a time is in flight
 };
 
 }  // namespace multicomm::mpi

@@ -2,19 +2,82 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <numeric>
 #include <sstream>
 #include <utility>
 
+#include "coordinator/faults.h"
 #include "coordinator/reduce_kernels.h"
 
 namespace multicomm::sim {
+
+class SimChannel;
+
 namespace {
 
-constexpr size_t kTraceLength = 60;
+// One collective of one communicator: the i-th start on every member belongs together, whatever it is, as in MPI.
+struct Rendezvous {
+  enum class Kind : uint8_t { kNone, kRound, kTable, kOrder, kBatch };
+  Kind kind = Kind::kNone;
+  std::vector<std::function<void()>> deliver;  // per member that has started, completes it
+  std::vector<const Record*> records;
+  std::vector<Record*> record_results;
+  std::vector<const TableEntry*> entries;
+  std::vector<TableEntry*> table_results;
+  uint64_t maximum = 0;
+  std::vector<uint64_t*> maximum_results;
+  std::vector<Batch*> batches;       // by member
+  std::vector<Completion*> waiting;  // by member, of batches
+  size_t started = 0;
 
-// Runs a batch for all members at once, the plain way.
-void execute(const std::vector<Batch*>& batches) {
+  void add(Batch& batch, Completion& done, int member, size_t size) {
+    batches.resize(size);
+    waiting.resize(size);
+    batches[static_cast<size_t>(member)] = &batch;
+    waiting[static_cast<size_t>(member)] = &done;
+    ++started;
+  }
+};
+
+struct Communicator {
+  std::map<uint64_t, Rendezvous> open;  // by number
+  std::vector<uint64_t> next;           // per member, the number of its next start
+};
+
+void erase(Communicator& communicator, const Rendezvous& r) {
+  std::erase_if(communicator.open, [&](const auto& entry) { return &entry.second == &r; });
+}
+
+const char* name_of(Rendezvous::Kind kind) {
+  const char* names[] = {"nothing", "a round", "a table", "a timestamp", "a batch"};
+  return names[static_cast<int>(kind)];
+}
+
+}  // namespace
+
+struct SimGroup {
+  struct Posted {
+    OperationPtr operation;
+    SimChannel* channel;
+    std::vector<std::byte> payload;  // of an eager send, which is done already
+    bool eager = false;
+  };
+
+  std::string name;
+  std::vector<int> members;
+  uint64_t identity;
+  Communicator control, data, device;
+  std::vector<Posted> sends, receives;                                   // unmatched, in posting order
+  std::vector<std::pair<GroupPtr, std::shared_ptr<SimChannel>>> joined;  // until all have
+};
+
+namespace {
+
+// What one batch gives each member: written where a member learns that it is over.
+using Results = std::vector<std::vector<std::byte>>;
+
+void check_same(const std::vector<Batch*>& batches) {
   const Batch& first = *batches.front();
   for (const Batch* batch : batches) {
     bool same = batch->operations.size() == first.operations.size() && batch->number == first.number;
@@ -24,54 +87,115 @@ void execute(const std::vector<Batch*>& batches) {
     }
     if (!same) throw OrderViolation("members launched different batches as number " + std::to_string(first.number));
   }
+}
+
+// Runs a batch the plain way: per operation, the result, or all pieces of a gather one after the other.
+Results execute(const std::vector<Batch*>& batches) {
+  check_same(batches);
+  const Batch& first = *batches.front();
+  Results results;
   for (size_t i = 0; i < first.operations.size(); ++i) {
     const Descriptor& d = first.operations[i]->descriptor;
+    std::vector<std::byte>& result = results.emplace_back();
     if (d.kind == OpKind::kGatherVariable) {
       for (const Batch* batch : batches) {
-        const Operation& to = *batch->operations[i];
-        for (size_t m = 0; m < batches.size() && !to.abandoned; ++m) {
-          const Segment& from = batches[m]->operations[i]->inputs.front();
-          if (to.outputs[m].count != from.count) throw OrderViolation("a piece is not as large as was said");
-          if (from.count > 0) std::memcpy(to.outputs[m].data, from.data, static_cast<size_t>(from.count));
-        }
+        const Segment& from = batch->operations[i]->inputs.front();
+        result.insert(result.end(), from.data, from.data + from.count);
       }
       continue;
     }
-    const auto bytes = static_cast<size_t>(d.count) * size_of(d.dtype);
-    if (bytes == 0) continue;
-    std::vector<std::byte> result(bytes);
-    for (size_t m = 0; m < batches.size(); ++m) {
+    result.resize(static_cast<size_t>(d.count) * size_of(d.dtype));
+    for (size_t m = 0; m < batches.size() && !result.empty(); ++m) {
       const Operation& operation = *batches[m]->operations[i];
       if (operation.inputs.empty()) continue;
       const std::byte* data = operation.inputs.front().data;
-      if (d.kind == OpKind::kBroadcast || m == 0) std::memcpy(result.data(), data, bytes);
+      if (d.kind == OpKind::kBroadcast || m == 0) std::memcpy(result.data(), data, result.size());
       else reduce_into(d.dtype, d.reduce_op, result.data(), data, static_cast<int64_t>(d.count));
     }
-    for (const Batch* batch : batches) {
-      const Operation& operation = *batch->operations[i];
-      if (!operation.abandoned && !operation.outputs.empty())
-        std::memcpy(operation.outputs.front().data, result.data(), bytes);
+  }
+  return results;
+}
+
+void write(const Results& results, Batch& batch) {
+  for (size_t i = 0; i < results.size(); ++i) {
+    Operation& operation = *batch.operations[i];
+    if (operation.abandoned) continue;
+    const std::byte* from = results[i].data();
+    for (const Segment& to : operation.outputs) {
+      const size_t bytes = static_cast<size_t>(to.count) * size_of(operation.descriptor.dtype);
+      if (static_cast<size_t>(from - results[i].data()) + bytes > results[i].size())
+        throw OrderViolation("a piece is not as large as was said");
+      if (bytes > 0) std::memcpy(to.data, from, bytes);
+      from += bytes;
     }
   }
 }
 
+}  // namespace
+
+class SimDevice final : public DevicePlane {
+ public:
+  SimDevice(SimWorld& world, SimGroup& group, int member) : world_(world), group_(group), member_(member) {}
+
+  void launch(Batch& batch, Completion& done) override {
+    const std::lock_guard lock(world_.mutex_);
+    auto& stream = world_.rank(rank()).stream;
+    stream.push_back({&group_, member_, group_.device.next[static_cast<size_t>(member_)]++, &batch, &done});
+    if (stream.size() == 1) next();
+  }
+  void post(const OperationPtr&) override { throw OrderViolation("the device has no point-to-point"); }
+  void abort() override {
+    const std::lock_guard lock(world_.mutex_);
+    auto& stream = world_.rank(rank()).stream;
+    const bool was_head = !stream.empty() && stream.front().group == &group_;
+    std::erase_if(stream, [&](const SimWorld::OnDevice& entry) {
+      if (entry.group != &group_) return false;
+      if (entry.begun) --group_.device.open[entry.number].started;  // its peers' devices wait on
+      world_.schedule(
+          rank(),
+          [done = entry.done] {
+            const std::string error = "aborted";
+            done->complete(&error);
+          },
+          nullptr);
+      return true;
+    });
+    if (was_head && !stream.empty()) next();
+  }
+
+ private:
+  int rank() const { return group_.members[static_cast<size_t>(member_)]; }
+  void next() {
+    world_.schedule(rank(), [this] { world_.device_step(rank()); }, nullptr, true);
+  }
+
+  SimWorld& world_;
+  SimGroup& group_;
+  const int member_;
+};
+
 class SimChannel final : public Channel, ControlPlane, DataPlane {
  public:
-  SimChannel(SimWorld& world, SimCommunicator& control, SimCommunicator& data, uint64_t identity, int member, int rank)
-      : world_(world), control_(control), data_(data), identity_(identity), member_(member), rank_(rank) {}
-  uint64_t identity() const override { return identity_; }
+  SimChannel(SimWorld& world, SimGroup& group, int member)
+      : world_(world),
+        group_(group),
+        member_(member),
+        rank_(group.members[static_cast<size_t>(member)]),
+        device_(world, group, member) {}
+  uint64_t identity() const override { return group_.identity; }
+  int rank() const { return rank_; }
   ControlPlane& control() override { return *this; }
   DataPlane& data() override { return *this; }
-  void set_sink(PointToPointSink*) override {}
-  bool idle() const override { return true; }
+  DevicePlane* device() override { return &device_; }
+  void set_sink(PointToPointSink* sink) override { sink_ = sink; }
+  bool idle() const override { return messages_ == 0; }
 
   void start_round(const Record& mine, Record& result, Completion& done) override {
-    const std::lock_guard lock(world_.mutex());
-    Rendezvous& r = control_.join(member_);
-    if (!r.entries.empty()) throw OrderViolation("a round met a table");
+    const std::lock_guard lock(world_.mutex_);
+    Rendezvous& r = join(group_.control, Rendezvous::Kind::kRound);
     r.records.push_back(&mine);
     r.record_results.push_back(&result);
-    enter(control_, r, done, [this](Rendezvous& all) {
+    enter(group_.control, r, done, [this](Rendezvous& all) {
       // MPI may combine in any order; the result must not depend on it.
       std::vector<size_t> order(all.records.size());
       std::iota(order.begin(), order.end(), 0);
@@ -83,58 +207,138 @@ class SimChannel final : public Channel, ControlPlane, DataPlane {
   }
 
   void start_table(const TableEntry& mine, TableEntry* all, Completion& done) override {
-    const std::lock_guard lock(world_.mutex());
-    Rendezvous& r = control_.join(member_);
-    if (!r.records.empty()) throw OrderViolation("a table met a round");
-    r.entries.resize(static_cast<size_t>(control_.size));
+    const std::lock_guard lock(world_.mutex_);
+    Rendezvous& r = join(group_.control, Rendezvous::Kind::kTable);
+    r.entries.resize(group_.members.size());
     r.entries[static_cast<size_t>(member_)] = &mine;
     r.table_results.push_back(all);
-    enter(control_, r, done, [](Rendezvous& everyone) {
+    enter(group_.control, r, done, [](Rendezvous& everyone) {
       for (TableEntry* result : everyone.table_results)
         for (size_t m = 0; m < everyone.entries.size(); ++m) result[m] = *everyone.entries[m];
     });
   }
 
-  void launch(Batch& batch, Completion& done) override {
-    const std::lock_guard lock(world_.mutex());
-    Rendezvous& r = data_.join(member_);
-    r.batches.resize(static_cast<size_t>(data_.size));
-    r.batches[static_cast<size_t>(member_)] = &batch;
-    enter(data_, r, done, [](Rendezvous& all) { execute(all.batches); });
+  void start_order(const uint64_t& mine, uint64_t& maximum, Completion& done) override {
+    const std::lock_guard lock(world_.mutex_);
+    Rendezvous& r = join(group_.control, Rendezvous::Kind::kOrder);
+    r.maximum = std::max(r.maximum, mine);
+    r.maximum_results.push_back(&maximum);
+    enter(group_.control, r, done, [](Rendezvous& all) {
+      for (uint64_t* result : all.maximum_results) *result = all.maximum;
+    });
   }
 
-  void post(const OperationPtr&) override { throw OrderViolation("the simulation has no point-to-point"); }
+  void launch(Batch& batch, Completion& done) override {
+    const std::lock_guard lock(world_.mutex_);
+    SimWorld::Rank& rank = world_.rank(rank_);
+    const bool buffer = batch.fused();
+    if (fault(Fault::kLaunchWaits) && (!rank.wait_for_room.empty() || (buffer && rank.buffers_in_use > 0))) {
+      rank.wait_for_room.emplace_back([this, &batch, &done] { start(batch, done); });
+      return;
+    }
+    start(batch, done);
+  }
+
+  void post(const OperationPtr& operation) override {
+    const std::lock_guard lock(world_.mutex_);
+    ++messages_;
+    SimGroup::Posted mine{operation, this, {}, false};
+    const bool sends = operation->descriptor.kind == OpKind::kSend;
+    auto& others = sends ? group_.receives : group_.sends;
+    const auto match = std::find_if(others.begin(), others.end(), [&](const SimGroup::Posted& other) {
+      const Operation& receive = sends ? *other.operation : *operation;
+      const SimChannel& source = sends ? *this : *other.channel;
+      const SimChannel& target = sends ? *other.channel : *this;
+      const Operation& send = sends ? *operation : *other.operation;
+      return send.tag == receive.tag && send.peer == target.member_ &&
+             (receive.peer < 0 || receive.peer == source.member_);
+    });
+    if (match != others.end()) {
+      SimGroup::Posted other = std::move(*match);
+      others.erase(match);
+      exchange(sends ? mine : other, sends ? other : mine);
+      return;
+    }
+    if (sends && world_.random()() % 2 == 0) {  // small enough to be on its way at once
+      mine.eager = true;
+      mine.payload = payload_of(*operation);
+      report(operation, nullptr);
+    }
+    (sends ? group_.sends : group_.receives).push_back(std::move(mine));
+  }
 
  private:
+  static std::vector<std::byte> payload_of(const Operation& send) {
+    return {send.inputs.front().data, send.inputs.front().data + send.bytes()};
+  }
+
+  // Completes on the rank's driver. The channel outlives it: it is not idle before.
+  void report(const OperationPtr& operation, ErrorPtr error, std::vector<std::byte> payload = {}) {
+    world_.schedule(
+        rank_,
+        [this, operation, error = std::move(error), payload = std::move(payload)] {
+          if (!error && !operation->abandoned && !payload.empty())
+            std::memcpy(operation->outputs.front().data, payload.data(), payload.size());
+          --messages_;
+          if (sink_ != nullptr) sink_->point_to_point_done(operation, error);
+        },
+        &group_);
+  }
+
+  static void exchange(SimGroup::Posted& send, SimGroup::Posted& receive) {
+    std::vector<std::byte> payload = send.eager ? std::move(send.payload) : payload_of(*send.operation);
+    ErrorPtr error;
+    if (static_cast<int64_t>(payload.size()) != receive.operation->bytes())
+      error = std::make_shared<const OperationError>(OperationError{ErrorKind::kUsage, "the sizes differ"});
+    if (!send.eager) send.channel->report(send.operation, nullptr);
+    receive.channel->report(receive.operation, error, std::move(payload));
+  }
+
+  Rendezvous& join(Communicator& communicator, Rendezvous::Kind kind) {
+    Rendezvous& r = communicator.open[communicator.next[static_cast<size_t>(member_)]++];
+    if (r.kind != Rendezvous::Kind::kNone && r.kind != kind)
+      throw OrderViolation(std::string(name_of(r.kind)) + " met " + name_of(kind));
+    r.kind = kind;
+    return r;
+  }
+
+  void start(Batch& batch, Completion& done) {
+    Rendezvous& r = join(group_.data, Rendezvous::Kind::kBatch);
+    r.add(batch, done, member_, group_.members.size());
+    if (batch.fused()) ++world_.rank(rank_).buffers_in_use;
+    if (r.started < group_.members.size()) return;
+    const auto results = std::make_shared<const Results>(execute(r.batches));
+    for (size_t m = 0; m < r.batches.size(); ++m) {
+      world_.schedule(
+          group_.members[m],
+          [&world = world_, to = group_.members[m], results, batch = r.batches[m], done = r.waiting[m]] {
+            const bool buffer = batch->fused();
+            write(*results, *batch);
+            done->complete(nullptr);
+            if (buffer) world.give_buffer(to);
+          },
+          &group_);
+    }
+    erase(group_.data, r);
+  }
+
   template <typename Finish>
-  void enter(SimCommunicator& communicator, Rendezvous& r, Completion& done, Finish finish) {
-    r.deliver.push_back([this, &done] { world_.schedule(rank_, [&done] { done.complete(nullptr); }); });
-    if (++r.started < static_cast<size_t>(communicator.size)) return;
+  void enter(Communicator& communicator, Rendezvous& r, Completion& done, Finish finish) {
+    r.deliver.push_back([this, &done] { world_.schedule(rank_, [&done] { done.complete(nullptr); }, &group_); });
+    if (++r.started < group_.members.size()) return;
     finish(r);
     for (const auto& deliver : r.deliver) deliver();
-    r.deliver.clear();
-    while (!communicator.open.empty() && communicator.open.front().started == static_cast<size_t>(communicator.size)) {
-      communicator.open.pop_front();
-      ++communicator.first_open;
-    }
+    erase(communicator, r);
   }
 
   SimWorld& world_;
-  SimCommunicator& control_;
-  SimCommunicator& data_;
-  const uint64_t identity_;
+  SimGroup& group_;
   const int member_;
   const int rank_;
+  SimDevice device_;
+  PointToPointSink* sink_ = nullptr;  // driver
+  int messages_ = 0;                  // posted and not reported; guarded by the world's mutex
 };
-
-}  // namespace
-
-Rendezvous& SimCommunicator::join(int member) {
-  const uint64_t number = next[static_cast<size_t>(member)]++;
-  const auto index = static_cast<size_t>(number - first_open);
-  while (open.size() <= index) open.emplace_back();
-  return open[index];
-}
 
 SimWorld::SimWorld(uint64_t seed, const std::vector<Settings>& settings) : random_(seed) {
   for (const Settings& s : settings)
@@ -143,24 +347,32 @@ SimWorld::SimWorld(uint64_t seed, const std::vector<Settings>& settings) : rando
 
 SimWorld::~SimWorld() = default;
 
-std::vector<GroupPtr> SimWorld::make_group(const std::string& name, const std::vector<int>& members) {
-  SimCommunicator* pair[2];
-  for (auto& communicator : pair) {
-    communicators_.push_back(std::make_unique<SimCommunicator>());
-    communicator = communicators_.back().get();
-    communicator->world = this;
-    communicator->size = static_cast<int>(members.size());
+SimGroup& SimWorld::begin_group(const std::string& name, const std::vector<int>& members) {
+  const std::lock_guard lock(mutex_);
+  SimGroup& group = *groups_.emplace_back(std::make_unique<SimGroup>());
+  group.name = name;
+  group.members = members;
+  group.identity = groups_.size();
+  for (Communicator* communicator : {&group.control, &group.data, &group.device})
     communicator->next.resize(members.size());
-  }
+  return group;
+}
+
+GroupPtr SimWorld::join_group(SimGroup& group, int member) {
+  const int rank = group.members[static_cast<size_t>(member)];
+  const GroupPtr handle = coordinator(rank).add_group({group.name, group.members, member});
+  const std::lock_guard lock(mutex_);
+  group.joined.emplace_back(handle, std::make_shared<SimChannel>(*this, group, member));
+  if (group.joined.size() < group.members.size()) return handle;
+  for (auto& [waiting, channel] : std::exchange(group.joined, {}))
+    schedule(channel->rank(), [waiting, channel] { waiting->connect(channel); }, &group);
+  return handle;
+}
+
+std::vector<GroupPtr> SimWorld::make_group(const std::string& name, const std::vector<int>& members) {
+  SimGroup& group = begin_group(name, members);
   std::vector<GroupPtr> handles;
-  for (size_t m = 0; m < members.size(); ++m) {
-    Coordinator& coordinator = ranks_[static_cast<size_t>(members[m])]->coordinator;
-    const GroupPtr group = coordinator.add_group({name, members, static_cast<int>(m)});
-    auto channel =
-        std::make_shared<SimChannel>(*this, *pair[0], *pair[1], communicators_.size(), static_cast<int>(m), members[m]);
-    coordinator.post([group, channel] { group->connect(channel); });
-    handles.push_back(group);
-  }
+  for (size_t m = 0; m < members.size(); ++m) handles.push_back(join_group(group, static_cast<int>(m)));
   return handles;
 }
 
@@ -182,18 +394,22 @@ void SimWorld::Rank::completed(OperationPtr operation) {
 void SimWorld::Rank::ask(int global_rank, const Inquiry& inquiry) {
   const std::lock_guard lock(world.mutex_);
   if (world.deaf_.count(global_rank) > 0) return;
-  world.schedule(global_rank, [this, global_rank, inquiry] {
-    const Answer answer = world.coordinator(global_rank).answer(inquiry);
-    const std::lock_guard answering(world.mutex_);
-    world.schedule(number, [this, global_rank, answer] { coordinator.answered(global_rank, answer); });
-  });
+  world.schedule(
+      global_rank,
+      [this, global_rank, inquiry] {
+        const Answer answer = world.coordinator(global_rank).answer(inquiry);
+        const std::lock_guard answering(world.mutex_);
+        world.schedule(number, [this, global_rank, answer] { coordinator.answered(global_rank, answer); }, nullptr);
+      },
+      nullptr);
 }
 
-bool SimWorld::step(int rank) { return ranks_[static_cast<size_t>(rank)]->coordinator.step(now_); }
+bool SimWorld::step(int number) { return rank(number).coordinator.step(now_); }
 
-void SimWorld::schedule(int rank, std::function<void()> completion) {
-  if (at_once_) ranks_[static_cast<size_t>(rank)]->arrived.push_back(std::move(completion));
-  else under_way_.push_back({rank, std::move(completion)});
+void SimWorld::schedule(int number, std::function<void()> completion, const SimGroup* group, bool to_device) {
+  if (cut_off_.count(number) > 0) return;
+  if (at_once_) rank(number).arrived.push_back(std::move(completion));
+  else under_way_.push_back({number, std::move(completion), group, to_device});
 }
 
 bool SimWorld::deliver_one() {
@@ -202,24 +418,67 @@ bool SimWorld::deliver_one() {
   std::swap(under_way_[at], under_way_.back());
   Delivery delivery = std::move(under_way_.back());
   under_way_.pop_back();
-  ranks_[static_cast<size_t>(delivery.rank)]->arrived.push_back(std::move(delivery.completion));
+  if (note) {
+    note((delivery.to_device ? "the device of rank " : "to rank ") + std::to_string(delivery.rank) +
+         (delivery.to_device ? " goes on" : ": something arrives") +
+         (delivery.group != nullptr ? " of " + delivery.group->name : ""));
+  }
+  if (delivery.to_device) delivery.completion();
+  else rank(delivery.rank).arrived.push_back(std::move(delivery.completion));
   return true;
+}
+
+void SimWorld::device_step(int number) {
+  auto& stream = rank(number).stream;
+  if (stream.empty() || stream.front().begun) return;
+  OnDevice& head = stream.front();
+  SimGroup& group = *head.group;
+  head.begun = true;
+  Rendezvous& r = group.device.open[head.number];
+  r.add(*head.batch, *head.done, head.member, group.members.size());
+  if (r.started < group.members.size()) return;
+  const auto results = std::make_shared<const Results>(execute(r.batches));
+  for (size_t m = 0; m < r.batches.size(); ++m) {
+    const int to = group.members[m];
+    rank(to).stream.pop_front();
+    schedule(
+        to,
+        [results, batch = r.batches[m], done = r.waiting[m]] {
+          write(*results, *batch);
+          done->complete(nullptr);
+        },
+        nullptr);
+    if (!rank(to).stream.empty()) schedule(to, [this, to] { device_step(to); }, nullptr, true);
+  }
+  erase(group.device, r);
+}
+
+void SimWorld::give_buffer(int number) {
+  const std::lock_guard lock(mutex_);
+  Rank& r = rank(number);
+  --r.buffers_in_use;
+  while (!r.wait_for_room.empty() && r.buffers_in_use == 0) {
+    const auto start = std::move(r.wait_for_room.front());
+    r.wait_for_room.pop_front();
+    start();
+  }
+}
+
+void SimWorld::cut_off(int number) {
+  cut_off_.insert(number);
+  rank(number).stream.clear();
+  rank(number).arrived.clear();
+  std::erase_if(under_way_, [&](const Delivery& delivery) {
+    if (delivery.rank == number) return true;
+    if (delivery.group == nullptr) return false;
+    const auto& members = delivery.group->members;
+    return std::find(members.begin(), members.end(), number) != members.end() && random_() % 3 == 0;
+  });
 }
 
 bool SimWorld::quiet() const {
   return under_way_.empty() &&
          std::all_of(ranks_.begin(), ranks_.end(), [](const auto& rank) { return rank->arrived.empty(); });
-}
-
-void SimWorld::note(const std::string& event) {
-  events_.push_back(event);
-  if (events_.size() > kTraceLength) events_.pop_front();
-}
-
-std::string SimWorld::trace() const {
-  std::ostringstream text;
-  for (const std::string& event : events_) text << "  " << event << '\n';
-  return text.str();
 }
 
 void make_all_reduce(Operation& operation, std::vector<int64_t>& values, ReduceOp op) {
@@ -252,6 +511,7 @@ std::string PlainOperation::describe() const {
   text << name_of(descriptor.kind);
   if (descriptor.reduce_op != ReduceOp::kNone) text << '(' << name_of(descriptor.reduce_op) << ')';
   text << " of " << name_of(descriptor.dtype) << " [" << descriptor.count << ']';
+  if (descriptor.device != DeviceKind::kCpu) text << " on a device";
   return text.str();
 }
 

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -20,34 +19,13 @@ namespace multicomm::sim {
 
 using Random = std::mt19937_64;
 
-// One collective of one communicator: the i-th start on every member belongs together, whatever it is, as in MPI.
-struct Rendezvous {
-  std::vector<std::function<void()>> deliver;  // per member that has started, completes it
-  std::vector<const Record*> records;
-  std::vector<Record*> record_results;
-  std::vector<const TableEntry*> entries;
-  std::vector<TableEntry*> table_results;
-  std::vector<Batch*> batches;
-  size_t started = 0;
-};
-
-class SimWorld;
-
-// One communicator with the same members as the group.
-struct SimCommunicator {
-  SimWorld* world = nullptr;
-  int size = 0;
-  std::deque<Rendezvous> open;
-  uint64_t first_open = 0;       // number of open.front()
-  std::vector<uint64_t> next;    // per member, the number of its next start
-  Rendezvous& join(int member);  // the member's next collective
-};
-
 // What members started together although it does not belong together: MPI would exchange garbage in silence. A logic
 // error, so that the engine does not take it for a failing transport.
 struct OrderViolation : std::logic_error {
   using std::logic_error::logic_error;
 };
+
+struct SimGroup;
 
 class SimWorld {
  public:
@@ -57,8 +35,12 @@ class SimWorld {
   int size() const { return static_cast<int>(ranks_.size()); }
   Random& random() { return random_; }
   Coordinator& coordinator(int rank) { return ranks_[static_cast<size_t>(rank)]->coordinator; }
-  // One handle per member, in group order; connected at once, or by connect().
+
+  // One handle per member, in group order.
   std::vector<GroupPtr> make_group(const std::string& name, const std::vector<int>& members);
+  // The same in steps: each member joins when its program makes the group; the communicators come once all have.
+  SimGroup& begin_group(const std::string& name, const std::vector<int>& members);
+  GroupPtr join_group(SimGroup& group, int member);
 
   // For tests with real threads: deliveries are made at once, and finished operations go to `sink` (null: finalized in
   // place).
@@ -70,17 +52,30 @@ class SimWorld {
   bool quiet() const;   // nothing is under way
   void advance_time(std::chrono::milliseconds by) { now_ += by; }
   Operation::Clock::time_point now() const { return now_; }
-  std::string trace() const;  // the last events, for a failing seed
-  void note(const std::string& event);
+  // Batches that a rank's device has been given and has not done.
+  size_t on_device(int rank) const { return ranks_[static_cast<size_t>(rank)]->stream.size(); }
 
   void set_dead(int rank) { dead_.insert(rank); }  // as far as the others know
   void set_deaf(int rank) { deaf_.insert(rank); }  // answers nobody
-
-  // For the communicators.
-  void schedule(int rank, std::function<void()> completion);
-  std::mutex& mutex() { return mutex_; }
+  // The rank's process is gone: it starts and receives nothing more, and some of what it had a part in is lost on the
+  // way to others.
+  void cut_off(int rank);
+  // Told of every delivery, where a schedule is wanted.
+  std::function<void(const std::string&)> note;
 
  private:
+  friend class SimChannel;
+  friend class SimDevice;
+
+  // A device: runs what it is given one after the other, and each for as long as a member has not come to it.
+  struct OnDevice {
+    SimGroup* group;
+    int member;
+    uint64_t number;  // of the member's launches on this communicator
+    Batch* batch;
+    Completion* done;
+    bool begun = false;
+  };
   struct Rank final : Progress, CompletionSink, InquiryPlane {
     Rank(SimWorld& world, Settings settings, int number)
         : coordinator(std::move(settings), *this, *this), world(world), number(number) {
@@ -96,22 +91,31 @@ class SimWorld {
     const int number;
     std::deque<std::function<void()>> arrived;  // delivered, not yet polled; guarded by the world's mutex
     CompletionSink* sink = nullptr;
+    std::deque<OnDevice> stream;
+    int buffers_in_use = 0;                           // by fused batches
+    std::deque<std::function<void()>> wait_for_room;  // of the planted fault kLaunchWaits
   };
   struct Delivery {
     int rank;
     std::function<void()> completion;
+    const SimGroup* group;  // null: not a group's
+    bool to_device;         // happens on the device, not in the rank's driver
   };
+  void schedule(int rank, std::function<void()> completion, const SimGroup* group, bool to_device = false);
+  void device_step(int rank);  // its head begins, if it has not
+  void give_buffer(int rank);
+  Rank& rank(int number) { return *ranks_[static_cast<size_t>(number)]; }
 
   std::mutex mutex_;  // owns the network: communicators and deliveries
   bool at_once_ = false;
   Random random_;
-  std::vector<std::unique_ptr<Rank>> ranks_;
-  std::vector<std::unique_ptr<SimCommunicator>> communicators_;
+  std::vector<std::unique_ptr<SimGroup>> groups_;
+  std::vector<std::unique_ptr<Rank>> ranks_;  // after the groups, whose channels they hold
   std::vector<Delivery> under_way_;
   std::set<int> dead_;
   std::set<int> deaf_;
+  std::set<int> cut_off_;
   Operation::Clock::time_point now_{};
-  std::deque<std::string> events_;
 };
 
 // A plain host array as an operation.
@@ -124,7 +128,7 @@ class PlainOperation : public Operation {
 void make_all_reduce(Operation& operation, std::vector<int64_t>& values, ReduceOp op = ReduceOp::kSum);
 
 // Gathers one text of every member.
-class VariableGather final : public PlainOperation {
+class VariableGather : public PlainOperation {
  public:
   explicit VariableGather(std::string text);
   void set_piece_sizes(const std::vector<int64_t>& sizes) override;

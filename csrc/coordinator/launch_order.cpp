@@ -1,0 +1,43 @@
+#include "coordinator/launch_order.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "coordinator/faults.h"
+
+namespace multicomm {
+
+LaunchOrder::Place LaunchOrder::propose(uint64_t group, uint64_t number, std::function<void()> launch) {
+  if (!fault(Fault::kProposalsRepeat)) ++clock_;
+  const Place place{clock_, group, number};
+  units_.emplace(place, Unit{std::move(launch)});
+  return place;
+}
+
+LaunchOrder::Place LaunchOrder::decide(const Place& proposed, uint64_t timestamp) {
+  learn(timestamp);
+  auto unit = units_.extract(proposed);
+  const Place place{timestamp, std::get<1>(proposed), std::get<2>(proposed)};
+  if (unit.empty()) return place;  // withdrawn meanwhile
+  unit.key() = place;
+  unit.mapped().decided = true;
+  units_.insert(std::move(unit));
+  launch_due();
+  return place;
+}
+
+void LaunchOrder::withdraw(const Place& place) {
+  if (units_.erase(place) > 0) launch_due();
+}
+
+void LaunchOrder::learn(uint64_t timestamp) { clock_ = std::max(clock_, timestamp); }
+
+void LaunchOrder::launch_due() {
+  while (!units_.empty() && units_.begin()->second.decided) {
+    const auto launch = std::move(units_.begin()->second.launch);
+    units_.erase(units_.begin());
+    launch();
+  }
+}
+
+}  // namespace multicomm
