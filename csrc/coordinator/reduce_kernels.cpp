@@ -3,6 +3,7 @@
 #include <bit>
 #include <complex>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "coordinator/half.h"
@@ -18,11 +19,16 @@ struct IsComplex<std::complex<T>> : std::true_type {};
 template <typename T>
 using BitsOf = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
 
+// One NaN for all: which of two NaNs an addition hands on depends on the order of its operands.
+template <typename T>
+T one_nan(T x) {
+  return x != x ? std::numeric_limits<T>::quiet_NaN() : x;
+}
+
 template <bool kMax, typename T>
 T extreme(T a, T b) {
   if constexpr (std::is_floating_point_v<T>) {
-    if (a != a) return a;
-    if (b != b) return b;
+    if (a != a || b != b) return std::numeric_limits<T>::quiet_NaN();
     if (a == b) {  // differs at most in the sign of zero: -0 < +0, whatever the order of operands
       const auto x = std::bit_cast<BitsOf<T>>(a), y = std::bit_cast<BitsOf<T>>(b);
       return std::bit_cast<T>(static_cast<BitsOf<T>>(kMax ? x & y : x | y));
@@ -35,8 +41,10 @@ template <typename T>
 T add(T a, T b) {
   if constexpr (std::is_integral_v<T>) {  // wraps like torch; signed overflow is undefined in C++
     return static_cast<T>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
+  } else if constexpr (IsComplex<T>::value) {
+    return T(one_nan(a.real() + b.real()), one_nan(a.imag() + b.imag()));
   } else {
-    return a + b;
+    return one_nan(a + b);
   }
 }
 
@@ -45,9 +53,9 @@ T multiply(T a, T b) {
   if constexpr (std::is_integral_v<T>) {
     return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
   } else if constexpr (IsComplex<T>::value) {
-    return T(a.real() * b.real() - a.imag() * b.imag(), a.real() * b.imag() + a.imag() * b.real());
+    return T(one_nan(a.real() * b.real() - a.imag() * b.imag()), one_nan(a.real() * b.imag() + a.imag() * b.real()));
   } else {
-    return a * b;
+    return one_nan(a * b);
   }
 }
 
