@@ -70,9 +70,14 @@ FUZZ_CXX = $(or $(FUZZ_CLANG),$(CXX))
 FUZZ_FLAGS = $(subst $(comma)undefined,$(comma)undefined$(if $(FUZZ_CLANG),$(comma)fuzzer-no-link),\
 	$(subst -Icsrc,-I$(SRC),$(filter-out -Wno-restrict,$(SIM_FLAGS))) $(if $(FUZZ_CLANG),,-Wno-restrict))
 FUZZ_TARGETS := $(patsubst tests/fuzz/%.cpp,%,$(filter-out %/standalone.cpp,$(wildcard tests/fuzz/*.cpp)))
-FUZZ_SOURCES := $(addprefix coordinator/,inline_payload received record reduce_kernels settings types) \
-	$(addprefix bootstrap/,host_identity introductions relay start_agreement pmix_server/job_info pmix_server/rank_watch)
-FUZZ_OBJECTS := $(FUZZ_SOURCES:%=$(FUZZ)/%.o)
+FUZZ_OF_record := $(addprefix coordinator/,inline_payload received record reduce_kernels types)
+FUZZ_OF_settings := coordinator/settings
+FUZZ_OF_node_config := bootstrap/pmix_server/job_info
+FUZZ_OF_introductions := $(addprefix bootstrap/,host_identity introductions start_agreement)
+FUZZ_OF_relay := bootstrap/relay
+FUZZ_OF_rank_watch := bootstrap/pmix_server/rank_watch
+FUZZ_OBJECTS := $(foreach target,$(FUZZ_TARGETS),$(FUZZ_OF_$(target):%=$(FUZZ)/%.o))
+$(foreach target,$(FUZZ_TARGETS),$(eval $(FUZZ)/$(target): $(FUZZ_OF_$(target):%=$(FUZZ)/%.o)))
 
 $(FUZZ_OBJECTS): $(FUZZ)/%.o: $(SRC)/%.cpp
 	@mkdir -p $(@D)
@@ -82,7 +87,7 @@ $(FUZZ)/tests/%.o: tests/fuzz/%.cpp
 	@mkdir -p $(@D)
 	$(FUZZ_CXX) $(FUZZ_FLAGS) -MMD -c $< -o $@
 
-$(FUZZ_TARGETS:%=$(FUZZ)/%): $(FUZZ)/%: $(FUZZ)/tests/%.o $(FUZZ)/tests/standalone.o $(FUZZ_OBJECTS)
+$(FUZZ_TARGETS:%=$(FUZZ)/%): $(FUZZ)/%: $(FUZZ)/tests/%.o $(FUZZ)/tests/standalone.o
 	$(FUZZ_CXX) $(if $(FUZZ_CLANG),$(subst fuzzer-no-link,fuzzer,$(FUZZ_FLAGS)) $(filter-out %/standalone.o,$^),\
 		$(FUZZ_FLAGS) $^) -o $@
 
@@ -105,7 +110,7 @@ demo: all
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/ddp_subgroups.py
 
 # The second run holds Gloo to the same right results, where it has the operation.
-test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test
+test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test fuzz-targets
 	$(BIN)/python -m pytest
 	MULTICOMM_TEST_BACKEND=gloo $(BIN)/python -m pytest -q -p no:cacheprovider -r f tests/test_operations.py
 

@@ -25,7 +25,7 @@ using Records = std::vector<std::unique_ptr<Record>>;  // each in a block of its
 Records read_records(Reader& in, bool well_formed) {
   Records records;
   Record common;
-  common.group_size = in.byte() % 64 + 1;
+  common.group_size = in.byte() % 64 + kMembers;
   const uint32_t count = std::min<uint32_t>(in.byte(), kMaxDescriptors);
   for (uint32_t i = 0; i < count; ++i) {
     Descriptor& d = common.descriptors[i];
