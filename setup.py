@@ -95,7 +95,7 @@ class Build(BuildExtension):
 
 
 # -Wno-restrict: GCC 12 warns falsely inside std::string's operator+ (GCC bug 105651).
-# -ffp-contract=off: with a fused multiply-add, the order of two operands decides a rounding, and ranks may differ in it.
+# -ffp-contract=off: in a fused multiply-add the order of the operands decides a rounding, and ranks may differ in it.
 FLAGS = ["-std=c++20", "-O3", "-g1", "-ffp-contract=off", "-fvisibility=hidden"]
 FLAGS += ["-Wall", "-Wextra", "-Werror", "-Wno-restrict"]
 # torch's headers are not ours to correct.
