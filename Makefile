@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: all demo test lint bench simulate peer-suite test-gpu clean
+.PHONY: all demo test lint bench simulate fuzz fuzz-targets peer-suite test-gpu clean
 
 all: $(VENV)/.built
 
@@ -77,11 +77,56 @@ SIMULATE := $(if $(FAST),$(FAST_SIMULATE),$(SIM)/simulate)
 simulate: $(SIMULATE)
 	$(SIMULATE) $(FIRST_SEED) $(SEEDS)
 
+# Fuzz targets, by coverage (libFuzzer) with the first clang that has it; else with the compiler at hand and a driver
+# that mutates blindly. SRC: another tree of sources; the tests break one on purpose.
+FUZZ := build/fuzz
+SRC := csrc
+SECONDS := 60
+FUZZ_CLANG = $(eval FUZZ_CLANG := $(shell for c in clang++ clang++-20 clang++-19 clang++-18 clang++-17 clang++-16 \
+	clang++-15 clang++-14; do echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, long) { return 0; }' | \
+	$$c -x c++ -fsanitize=fuzzer - -o /dev/null 2>/dev/null && echo $$c && break; done))$(FUZZ_CLANG)
+FUZZ_CXX = $(or $(FUZZ_CLANG),$(CXX))
+FUZZ_FLAGS = $(subst $(comma)undefined,$(comma)undefined$(if $(FUZZ_CLANG),$(comma)fuzzer-no-link),\
+	$(subst -Icsrc,-I$(SRC),$(filter-out -Wno-restrict,$(SIM_FLAGS))) $(if $(FUZZ_CLANG),,-Wno-restrict))
+FUZZ_TARGETS := $(patsubst tests/fuzz/%.cpp,%,$(filter-out %/standalone.cpp,$(wildcard tests/fuzz/*.cpp)))
+FUZZ_OF_record := $(addprefix coordinator/,inline_payload received record reduce_kernels types)
+FUZZ_OF_settings := coordinator/settings
+FUZZ_OF_node_config := bootstrap/pmix_server/job_info
+FUZZ_OF_introductions := $(addprefix bootstrap/,host_identity introductions start_agreement)
+FUZZ_OF_relay := bootstrap/relay
+FUZZ_OF_rank_watch := bootstrap/pmix_server/rank_watch
+FUZZ_OBJECTS := $(foreach target,$(FUZZ_TARGETS),$(FUZZ_OF_$(target):%=$(FUZZ)/%.o))
+$(foreach target,$(FUZZ_TARGETS),$(eval $(FUZZ)/$(target): $(FUZZ_OF_$(target):%=$(FUZZ)/%.o)))
+
+$(FUZZ_OBJECTS): $(FUZZ)/%.o: $(SRC)/%.cpp
+	@mkdir -p $(@D)
+	$(FUZZ_CXX) $(FUZZ_FLAGS) -MMD -c $< -o $@
+
+$(FUZZ)/tests/%.o: tests/fuzz/%.cpp
+	@mkdir -p $(@D)
+	$(FUZZ_CXX) $(FUZZ_FLAGS) -MMD -c $< -o $@
+
+$(FUZZ_TARGETS:%=$(FUZZ)/%): $(FUZZ)/%: $(FUZZ)/tests/%.o $(FUZZ)/tests/standalone.o
+	$(FUZZ_CXX) $(if $(FUZZ_CLANG),$(subst fuzzer-no-link,fuzzer,$(FUZZ_FLAGS)) $(filter-out %/standalone.o,$^),\
+		$(FUZZ_FLAGS) $^) -o $@
+
+-include $(FUZZ_OBJECTS:.o=.d) $(wildcard $(FUZZ)/tests/*.d)
+.PRECIOUS: $(FUZZ)/tests/%.o
+
+fuzz-targets: $(FUZZ_TARGETS:%=$(FUZZ)/%)
+
+# What is found lies in build/fuzz/TARGET-crash-*, the inputs that reach new code in build/fuzz/corpus/TARGET.
+fuzz: $(FUZZ_TARGETS:%=fuzz-%)
+fuzz-%: $(FUZZ)/%
+	FUZZ_WRITE_SEEDS=$(FUZZ)/corpus/$* $<
+	$< -max_total_time=$(SECONDS) -max_len=8192 -timeout=10 -rss_limit_mb=1024 -malloc_limit_mb=128 -print_final_stats=1 \
+		-artifact_prefix=$(FUZZ)/$*- $(FUZZ)/corpus/$*
+
 demo: all
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/ddp_subgroups.py
 
 # The second run holds Gloo to the same right results, where it has the operation.
-test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test $(FAST_SIMULATE) $(ORDER_TEST)
+test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test $(FAST_SIMULATE) $(ORDER_TEST) fuzz-targets
 	$(BIN)/python -m pytest
 	MULTICOMM_TEST_BACKEND=gloo $(BIN)/python -m pytest -q -p no:cacheprovider -r f tests/test_operations.py
 

@@ -95,7 +95,9 @@ class Build(BuildExtension):
 
 
 # -Wno-restrict: GCC 12 warns falsely inside std::string's operator+ (GCC bug 105651).
-FLAGS = ["-std=c++20", "-O3", "-g1", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-restrict"]
+# -ffp-contract=off: in a fused multiply-add the order of the operands decides a rounding, and ranks may differ in it.
+FLAGS = ["-std=c++20", "-O3", "-g1", "-ffp-contract=off", "-fvisibility=hidden"]
+FLAGS += ["-Wall", "-Wextra", "-Werror", "-Wno-restrict"]
 # torch's headers are not ours to correct.
 TORCH_FLAGS = ["-Wno-unused-parameter", "-Wno-sign-compare", "-Wno-attributes"]
 

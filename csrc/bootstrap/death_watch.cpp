@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "bootstrap/background.h"
+#include "bootstrap/parse.h"
 #include "bootstrap/relay.h"
 #include "bootstrap/wire.h"
 
@@ -108,8 +109,8 @@ void DeathWatch::watch() {
 
 void DeathWatch::receive() {
   wire::Message message;
-  if (wire::receive(socket_, message)) {
-    if (message.type == 'D') insert(static_cast<int>(message.id));
+  if (wire::receive(socket_, message, 0)) {
+    if (message.type == 'D' && message.id < static_cast<uint64_t>(place_.world)) insert(static_cast<int>(message.id));
     return;
   }
   server_lost_ = true;
@@ -138,7 +139,8 @@ void DeathWatch::exchange_with_other_nodes() {
   }
   if (server_lost_) store_->set(lost_node_key(place_.prefix, place_.node), "1");
   while (store_->check(place_.prefix + "dead/" + std::to_string(next_))) {
-    const int rank = std::stoi(store_->get(place_.prefix + "dead/" + std::to_string(next_++), 1s));
+    const std::string text = store_->get(place_.prefix + "dead/" + std::to_string(next_++), 1s);
+    const auto rank = static_cast<int>(parse_number(text, 0, place_.world - 1, "a dead rank"));
     if (insert(rank) && !server_lost_) wire::send(socket_, 'D', static_cast<uint64_t>(rank), {});
   }
 }

@@ -22,6 +22,7 @@ class DeathWatch {
     std::string job;  // name of the server's socket, with the node
     int node = 0;
     int nodes = 1;
+    int world = 1;  // ranks
     int rank = 0;
     std::vector<int> local;  // ranks of this node, ascending
     std::string prefix;      // of the keys in the store

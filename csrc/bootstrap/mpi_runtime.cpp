@@ -163,6 +163,7 @@ MpiRuntime::MpiRuntime(const WorldRequest& request) : pid_(getpid()) {
 void MpiRuntime::prepare(const WorldRequest& request, ScopedEnvironment& environment) {
   // Where the user has not decided: the fabrics that these two probe cost a second at start and are not used by us;
   // they print warnings where they fail.
+  const bool btl_chosen = std::getenv("OMPI_MCA_btl") != nullptr;
   environment.set_default("OMPI_MCA_btl", "^ofi");
   environment.set_default("OMPI_MCA_osc", "^ucx");
   // An MPI_Init that fails, and errors that belong to no communicator, shall be errors of ours and not the process's
@@ -195,6 +196,8 @@ void MpiRuntime::prepare(const WorldRequest& request, ScopedEnvironment& environ
   // Between nodes Open MPI ends this process, with no word, when a connection breaks because a peer has gone without
   // MPI_Finalize; in this mode its operations return errors instead. Inside a node shared memory does not break.
   if (node_->nodes() > 1) environment.set_default("OMPI_MCA_mpi_ft_enable", "1");
+  // On one node nobody needs to reach the ranks over the network, where Open MPI would listen on every interface.
+  else if (!btl_chosen) environment.set("OMPI_MCA_btl", "^ofi,tcp");
   yield_where_crowded(node_->local_size(), environment);
 }
 

@@ -6,12 +6,11 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <sstream>
 #include <stdexcept>
 #include <utility>
 
 #include "bootstrap/background.h"
-#include "bootstrap/host_identity.h"
+#include "bootstrap/introductions.h"
 #include "bootstrap/relay.h"
 
 namespace multicomm::bootstrap {
@@ -43,9 +42,14 @@ std::string find_libpmix() {
   return found;
 }
 
-std::string new_job_name() {
-  return "multicomm-" + std::to_string(getpid()) + "-" +
-         std::to_string(std::chrono::system_clock::now().time_since_epoch().count());
+// What `read` makes of the store's content; where it makes nothing of it, the try ends for every rank.
+template <typename Read>
+auto understood(StartAgreement& agreement, Read read) {
+  try {
+    return read();
+  } catch (const std::runtime_error& error) {
+    agreement.fail(error.what());
+  }
 }
 
 }  // namespace
@@ -55,12 +59,14 @@ PmixNode::PmixNode(std::shared_ptr<KeyValueStore> store, int rank, int world_siz
     : rank_(rank), store_(std::move(store)) {
   StartAgreement agreement(*store_, rank, world_size, timeout);
   prefix_ = agreement.prefix();
-  // Each proposes a name for the job; the lowest rank's is taken.
-  arrange_nodes(agreement.all_gather(std::to_string(getpid()) + ' ' + new_job_name() + ' ' + host_identity()));
+  const std::vector<std::string> introductions = agreement.all_gather(introduction());
   try {
+    config_ = understood(agreement, [&] { return arrange_nodes(introductions, rank); });
     if (leader()) serve(agreement, server);
     const std::string& host = config_.hosts[static_cast<size_t>(config_.node)];
-    read_environment(agreement.environment_of(config_.node, host, local().front()));
+    const std::string block = agreement.environment_of(config_.node, host, local().front());
+    environment_ = understood(agreement, [&] { return read_environment(block); });
+    environment_["PMIX_RANK"] = std::to_string(rank_);
     watch_deaths(agreement);
     agreement.await_all([this] { return watch_->dead(); });
   } catch (...) {
@@ -92,47 +98,10 @@ void PmixNode::serve(StartAgreement& agreement, const std::string& program) {
 void PmixNode::watch_deaths(StartAgreement& agreement) {
   try {
     watch_ = std::make_unique<DeathWatch>(
-        DeathWatch::Place{config_.name, config_.node, nodes(), rank_, local(), prefix_}, store_);
+        DeathWatch::Place{config_.name, config_.node, nodes(), config_.world_size(), rank_, local(), prefix_}, store_);
   } catch (const std::exception& error) {
     agreement.fail("rank " + std::to_string(rank_) + ": " + error.what());
   }
-}
-
-void PmixNode::read_environment(const std::string& block) {
-  for (size_t at = 0; at < block.size();) {
-    const std::string entry = block.c_str() + at;
-    at += entry.size() + 1;
-    const size_t equals = entry.find('=');
-    if (equals != std::string::npos) environment_[entry.substr(0, equals)] = entry.substr(equals + 1);
-  }
-  environment_["PMIX_RANK"] = std::to_string(rank_);
-}
-
-void PmixNode::arrange_nodes(const std::vector<std::string>& published) {
-  std::map<std::string, size_t> index;
-  std::vector<std::vector<int>> pids;
-  for (size_t r = 0; r < published.size(); ++r) {
-    std::istringstream text(published[r]);
-    int pid = 0;
-    std::string job, identity;
-    text >> pid >> job;
-    std::getline(text >> std::ws, identity);
-    if (r == 0) config_.name = job;
-    const auto [it, fresh] = index.emplace(identity, config_.hosts.size());
-    if (fresh) {
-      // Two nodes may carry one host name (containers); PMIx wants them told apart.
-      std::string name = identity.substr(0, identity.find('|'));
-      if (name.empty() || std::find(config_.hosts.begin(), config_.hosts.end(), name) != config_.hosts.end())
-        name += "-node" + std::to_string(config_.hosts.size());
-      config_.hosts.push_back(name);
-      config_.ranks.emplace_back();
-      pids.emplace_back();
-    }
-    config_.ranks[it->second].push_back(static_cast<int>(r));
-    pids[it->second].push_back(pid);
-    if (static_cast<int>(r) == rank_) config_.node = static_cast<int>(it->second);
-  }
-  config_.pids = pids[static_cast<size_t>(config_.node)];
 }
 
 void PmixNode::finish() {

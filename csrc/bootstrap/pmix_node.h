@@ -42,12 +42,10 @@ class PmixNode {
  private:
   const std::vector<int>& local() const { return config_.ranks[static_cast<size_t>(config_.node)]; }
   bool leader() const { return local().front() == rank_; }
-  void arrange_nodes(const std::vector<std::string>& published);
   void serve(StartAgreement& agreement, const std::string& program);
   void watch_deaths(StartAgreement& agreement);
   void end_server();
   void wait_for_other_nodes();
-  void read_environment(const std::string& block);
 
   const int rank_;
   const std::shared_ptr<KeyValueStore> store_;

@@ -5,11 +5,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <climits>
 #include <cstdio>
 #include <sstream>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 
+#include "bootstrap/parse.h"
 #include "bootstrap/wire.h"
 
 namespace multicomm::bootstrap {
@@ -25,10 +28,10 @@ constexpr int kLongestPause = 50;
 std::string lost_node_key(const std::string& prefix, int node) { return prefix + "lost/" + std::to_string(node); }
 
 Relay::Relay(int socket, int node, std::string prefix, std::unique_ptr<KeyValueStore> store)
-    : socket_(socket), self_(std::to_string(node)), prefix_(std::move(prefix)), store_(std::move(store)) {}
+    : socket_(socket), self_(node), prefix_(std::move(prefix)), store_(std::move(store)) {}
 
-std::string Relay::key_of(const Exchange& exchange, const std::string& node) const {
-  return prefix_ + "exchange/" + exchange.key + "/" + node;
+std::string Relay::key_of(const Exchange& exchange, int node) const {
+  return prefix_ + "exchange/" + exchange.key + "/" + std::to_string(node);
 }
 
 // Publishes each request as it comes and answers whichever is complete: two servers may ask for two exchanges in
@@ -55,28 +58,41 @@ void Relay::run() {
 }
 
 void Relay::publish(const std::string& body, uint64_t id) {
-  Exchange exchange{id, body.c_str(), {}};
-  const std::string nodes = body.c_str() + exchange.key.size() + 1;
-  const std::string blob = body.substr(exchange.key.size() + 1 + nodes.size() + 1);
-  std::istringstream words(nodes);
-  for (std::string node; words >> node;) exchange.nodes.push_back(node);
+  Exchange exchange{id, {}, {}};
+  std::string_view blob = body;
+  try {
+    const std::string what = "an exchange";
+    exchange.key = take_field(blob, '\0', what);
+    std::istringstream words{std::string(take_field(blob, '\0', what))};
+    for (std::string node; words >> node;)
+      exchange.nodes.push_back(static_cast<int>(parse_number(node, 0, INT_MAX, "a node")));
+    if (exchange.nodes.empty()) throw std::runtime_error(what + " of no nodes");
+  } catch (const std::runtime_error& error) {
+    wire::send(socket_, 'f', id, error.what());
+    return;
+  }
   open_.push_back(exchange);
   // The first node of the exchange draws the number by which all know the new context.
   uint64_t context = 0;
   if (exchange.nodes.front() == self_) context = static_cast<uint64_t>(store_->add(prefix_ + "context", 1));
-  store_->set(key_of(exchange, self_), std::string(reinterpret_cast<const char*>(&context), sizeof(context)) + blob);
+  store_->set(key_of(exchange, self_),
+              std::string(reinterpret_cast<const char*>(&context), sizeof(context)) + std::string(blob));
 }
 
 bool Relay::advance(const Exchange& exchange) {
-  for (const std::string& node : exchange.nodes) {
+  for (const int node : exchange.nodes) {
     if (store_->check(key_of(exchange, node))) continue;
-    if (!store_->check(lost_node_key(prefix_, std::stoi(node)))) return false;
-    wire::send(socket_, 'f', exchange.id, "node " + node + " has gone");
+    if (!store_->check(lost_node_key(prefix_, node))) return false;
+    wire::send(socket_, 'f', exchange.id, "node " + std::to_string(node) + " has gone");
     return true;
   }
   std::string all;
-  for (const std::string& node : exchange.nodes) {
+  for (const int node : exchange.nodes) {
     const std::string blob = store_->get(key_of(exchange, node), 10s);
+    if (blob.size() < sizeof(uint64_t)) {
+      wire::send(socket_, 'f', exchange.id, "node " + std::to_string(node) + " published something else than its part");
+      return true;
+    }
     all += all.empty() ? blob : blob.substr(sizeof(uint64_t));
   }
   wire::send(socket_, 'x', exchange.id, all);

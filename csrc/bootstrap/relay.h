@@ -24,15 +24,15 @@ class Relay {
   struct Exchange {
     uint64_t id;
     std::string key;
-    std::vector<std::string> nodes;
+    std::vector<int> nodes;
   };
-  std::string key_of(const Exchange& exchange, const std::string& node) const;
+  std::string key_of(const Exchange& exchange, int node) const;
   void publish(const std::string& body, uint64_t id);
   bool advance(const Exchange& exchange);  // true when answered
   void fail_all(const std::string& why);
 
   const int socket_;
-  const std::string self_;
+  const int self_;
   const std::string prefix_;
   const std::unique_ptr<KeyValueStore> store_;
   std::vector<Exchange> open_;

@@ -2,6 +2,8 @@
 // process must inherit neither: they would take themselves for a rank of this job.
 #pragma once
 
+#include <unistd.h>
+
 #include <cstdlib>
 #include <map>
 #include <optional>
@@ -10,8 +12,6 @@
 #include <string_view>
 #include <utility>
 #include <vector>
-
-extern char** environ;
 
 namespace multicomm::bootstrap {
 

@@ -51,8 +51,10 @@ ServerProcess::ServerProcess(const std::string& program, const NodeConfig& confi
   if (!readable_by(socket_, deadline)) fail(program + " did not come up in time");
   if (!wire::receive(socket_, message)) fail(program + " ended at its start");
   if (message.type != 'R') fail(message.body);
-  folder_ = message.body.c_str();
-  environment_ = message.body.substr(folder_.size() + 1);
+  const size_t end = message.body.find('\0');
+  if (end == std::string::npos) fail(program + " sent something else than its environment");
+  folder_ = message.body.substr(0, end);
+  environment_ = message.body.substr(end + 1);
 }
 
 void ServerProcess::spawn(const std::string& program) {

@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#include "bootstrap/parse.h"
+
 namespace multicomm::bootstrap {
 namespace {
 
@@ -113,8 +115,12 @@ std::string StartAgreement::settle(const std::string& failure) {
 }
 
 std::string StartAgreement::outcome(std::chrono::milliseconds timeout) {
-  const std::string text = store_.get(prefix_ + "outcome", timeout);
-  return text.starts_with('-') ? text.substr(1) : std::string();
+  std::string text = store_.get(prefix_ + "outcome", timeout);
+  std::replace(text.begin(), text.end(), '\0', '?');  // it becomes the text of an exception
+  if (text == "go") return {};
+  // Never to be taken for "go": this rank would enter MPI_Init by itself.
+  if (!text.starts_with('-')) return "the store holds " + quoted(text) + " for the outcome of the start";
+  return text.size() > 1 ? text.substr(1) : "a rank could not start, and did not say why";
 }
 
 std::vector<int> StartAgreement::without_key(const std::string& kind) const {
@@ -125,6 +131,9 @@ std::vector<int> StartAgreement::without_key(const std::string& kind) const {
   return ranks;
 }
 
-void StartAgreement::fail(const std::string& why) { throw std::runtime_error(settle(why)); }
+void StartAgreement::fail(const std::string& why) {
+  const std::string settled = settle(why);
+  throw std::runtime_error(settled.empty() ? why : settled);  // empty: a store that says "go" without this rank
+}
 
 }  // namespace multicomm::bootstrap

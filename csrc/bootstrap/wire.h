@@ -12,6 +12,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -57,27 +58,39 @@ struct Header {
   uint64_t size;
 };
 
+// No message of ours comes near. What is longer is no message.
+inline constexpr uint64_t kLongestBody = uint64_t{1} << 30;
+
 // False when the other side has gone.
 inline bool send(int fd, char type, uint64_t id, const std::string& body) {
   const Header header{static_cast<uint64_t>(type), id, body.size()};
   return send_bytes(fd, &header, sizeof(header)) && send_bytes(fd, body.data(), body.size());
 }
 
-inline bool receive(int fd, Message& message) {
+// False when the other side has gone, or has sent what is no message with a body of at most `longest` bytes.
+inline bool receive(int fd, Message& message, uint64_t longest = kLongestBody) {
   Header header{};
   if (!receive_bytes(fd, &header, sizeof(header))) return false;
+  if (header.type > 0x7f || header.size > longest) return false;
   message.type = static_cast<char>(header.type);
   message.id = header.id;
-  message.body.resize(header.size);
-  return receive_bytes(fd, message.body.data(), message.body.size());
+  message.body.clear();
+  // Memory is taken as the bytes come, not as the header promises.
+  constexpr size_t kStep = size_t{1} << 20;
+  while (message.body.size() < header.size) {
+    const size_t have = message.body.size();
+    message.body.resize(have + std::min<size_t>(header.size - have, kStep));
+    if (!receive_bytes(fd, message.body.data() + have, message.body.size() - have)) return false;
+  }
+  return true;
 }
 
 // The server's address for the local ranks, in the abstract namespace: no path to be too long, no file to be left
-// behind.
+// behind. Every user can read these addresses, so the last part of the job's name, its secret, is left out.
 inline socklen_t server_address(const std::string& job, int node, sockaddr_un& address) {
   address = {};
   address.sun_family = AF_UNIX;
-  const std::string name = job + "/" + std::to_string(node);
+  const std::string name = job.substr(0, job.rfind('-')) + "/" + std::to_string(node);
   const size_t used = name.copy(address.sun_path + 1, sizeof(address.sun_path) - 1);
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + used);
 }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <sstream>
 
+#include "coordinator/received.h"
+
 namespace multicomm {
 namespace {
 
@@ -55,7 +57,7 @@ ErrorPtr disagreement_error(const GroupInfo& info, uint64_t sequence, const std:
   };
   std::vector<Line> lines;
   for (size_t r = 0; r < table.size(); ++r) {
-    const std::string text = table[r].text;
+    const std::string text = text_in(table[r].text, sizeof(table[r].text));
     auto it = std::find_if(lines.begin(), lines.end(), [&](const Line& line) { return line.text == text; });
     if (it == lines.end()) it = lines.insert(lines.end(), Line{text, {}});
     it->ranks.push_back(info.ranks[r]);

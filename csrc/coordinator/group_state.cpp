@@ -9,6 +9,7 @@
 #include "coordinator/error_text.h"
 #include "coordinator/faults.h"
 #include "coordinator/inline_payload.h"
+#include "coordinator/received.h"
 
 namespace multicomm {
 
@@ -176,6 +177,7 @@ void GroupState::start_round() {
 void GroupState::on_round(const std::string* error) {
   round_active_ = false;
   if (error != nullptr) return broken(*error);
+  if (const char* what = implausible(mine_, result_)) return broken(std::string("a round came back with ") + what);
   coordinator_.launch_order().learn(result_.clock);
   uint32_t agreed = result_.agreed;
   for (uint32_t i = 0; i < agreed; ++i)
@@ -355,12 +357,12 @@ void GroupState::start_table(const std::string& mine) {
 }
 
 void GroupState::on_piece_sizes() {
+  const auto sizes = piece_sizes(entries_);
+  if (!sizes) return broken("a member sent no size where its piece's size was due");
   const OperationPtr operation = std::move(pending_.front());
   pending_.pop_front();
-  std::vector<int64_t> sizes;
-  for (const TableEntry& entry : entries_) sizes.push_back(std::stoll(entry.text));
   try {
-    operation->set_piece_sizes(sizes);
+    operation->set_piece_sizes(*sizes);
   } catch (const std::exception& failure) {
     // No room for what comes, so the batch cannot be launched, nor any after it: peers would exchange other data.
     const ErrorPtr cause = cannot_prepare_error(info_, *operation, failure.what());

@@ -75,8 +75,10 @@ void pack_inline(const Operation& operation, int rank, std::byte* payload) {
 
 void combine_inline(const Descriptor& d, size_t bytes, const std::byte* in, std::byte* inout) {
   if (is_reduction(d.kind)) {
-    const DType type = accumulation_type(d.dtype);
-    reduce_into(type, d.reduce_op, inout, in, static_cast<int64_t>(bytes / size_of(type)));
+    const size_t element = carried_size(d);  // 0: a type that a corrupt record made up, which has no bytes either
+    const auto count = static_cast<int64_t>(element == 0 ? 0 : bytes / element);
+    reduce_into(accumulation_type(d.dtype), d.reduce_op, inout, in, count);
+    unify_nans(accumulation_type(d.dtype), inout, count);
   } else {
     for (size_t i = 0; i < bytes; ++i) inout[i] |= in[i];
   }

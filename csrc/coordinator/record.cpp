@@ -8,7 +8,8 @@ namespace multicomm {
 
 void combine(const Record& in, Record& inout) {
   inout.offered = std::min(in.offered, inout.offered);
-  const uint32_t common = std::min(in.agreed, inout.agreed);
+  // Whatever a peer has sent, nothing is read or written beyond a record.
+  const uint32_t common = std::min({in.agreed, inout.agreed, kMaxDescriptors});
   uint32_t agreed = 0;
   while (agreed < common && in.descriptors[agreed].agrees_with(inout.descriptors[agreed])) {
     inout.descriptors[agreed].checksum += in.descriptors[agreed].checksum;

@@ -30,8 +30,10 @@ struct Record {
 };
 static_assert(std::is_trivially_copyable_v<Record> && sizeof(Record) < 4096);
 
-// inout = combine(in, inout). Associative and commutative in its result bits. Runs inside MPI's progress on any
-// thread: pure, no lock, no allocation, never throws.
+// inout = combine(in, inout). Commutative in its result bits, since MPI may swap operands on some ranks; associative
+// too, but for the rounding of floating-point sums and products. The result is what `agreed` and the other counters
+// cover: descriptors and payload beyond the agreed prefix are left-overs. Runs inside MPI's progress on any thread:
+// pure, no lock, no allocation, never throws. Safe for records of any content: they come from other processes.
 void combine(const Record& in, Record& inout);
 
 }  // namespace multicomm

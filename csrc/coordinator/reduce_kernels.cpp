@@ -3,6 +3,7 @@
 #include <bit>
 #include <complex>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "coordinator/half.h"
@@ -21,8 +22,7 @@ using BitsOf = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
 template <bool kMax, typename T>
 T extreme(T a, T b) {
   if constexpr (std::is_floating_point_v<T>) {
-    if (a != a) return a;
-    if (b != b) return b;
+    if (a != a || b != b) return std::numeric_limits<T>::quiet_NaN();
     if (a == b) {  // differs at most in the sign of zero: -0 < +0, whatever the order of operands
       const auto x = std::bit_cast<BitsOf<T>>(a), y = std::bit_cast<BitsOf<T>>(b);
       return std::bit_cast<T>(static_cast<BitsOf<T>>(kMax ? x & y : x | y));
@@ -158,6 +158,19 @@ bool can_reduce(DType dtype, ReduceOp op) {
 void reduce_into(DType dtype, ReduceOp op, void* dst, const void* src, int64_t count) {
   if (dtype == DType::kBool) return reduce_bool(op, dst, src, count);
   with_type(dtype, [&](auto* type) { reduce_typed<std::remove_pointer_t<decltype(type)>>(op, dst, src, count); });
+}
+
+void unify_nans(DType dtype, void* data, int64_t count) {
+  with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    if constexpr (!std::is_integral_v<T>) {
+      using Real = decltype(std::real(T{}));
+      auto* const d = static_cast<Real*>(data);
+      const auto parts = count * static_cast<int64_t>(sizeof(T) / sizeof(Real));
+      for (int64_t i = 0; i < parts; ++i)
+        if (d[i] != d[i]) d[i] = std::numeric_limits<Real>::quiet_NaN();
+    }
+  });
 }
 
 void widen(DType dtype, void* dst, const void* src, int64_t count) {

@@ -12,11 +12,15 @@ namespace multicomm {
 // call.
 bool can_reduce(DType dtype, ReduceOp op);
 
-// dst[i] = dst[i] op src[i]. Symmetric bit for bit (MPI may swap operands on some ranks, and all ranks must hold
-// the same bits): zeros of either sign are ordered, NaN wins in MIN and MAX. AVG adds; see finish_average.
+// dst[i] = dst[i] op src[i]. Symmetric bit for bit but for which of two NaNs a sum or product hands on: zeros of either
+// sign are ordered, NaN wins in MIN and MAX. AVG adds; see finish_average.
 // `dtype` must be an accumulation type. bool: SUM, MAX and BOR are or, PRODUCT, MIN and BAND are
 // and, as in torch.
 void reduce_into(DType dtype, ReduceOp op, void* dst, const void* src, int64_t count);
+
+// Makes every NaN the same one. With it a reduction is symmetric in all bits, as it must be where MPI may swap the
+// operands on some ranks: all of them must hold the same result.
+void unify_nans(DType dtype, void* data, int64_t count);
 
 // Caller's type -> accumulation type, and back (round to nearest even). A plain copy where both are the same.
 void widen(DType dtype, void* dst, const void* src, int64_t count);

@@ -4,6 +4,7 @@
 
 #include "coordinator/error_text.h"
 #include "coordinator/group_state.h"
+#include "coordinator/received.h"
 
 namespace multicomm {
 
@@ -51,7 +52,7 @@ std::string Stall::describe(const GroupInfo& info, const Operation& operation) c
       silent.push_back(global);
     } else if (message || answer->second.submitted <= operation.sequence) {
       missing.push_back(global);
-      lines += "\n  rank " + std::to_string(global) + " " + answer->second.text;
+      lines += "\n  rank " + std::to_string(global) + " " + text_in(answer->second.text, sizeof(answer->second.text));
     }
   }
   std::string text;

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <future>
 #include <memory>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -117,9 +118,19 @@ void submission_beyond_the_bound_is_paced() {
     if (data.front() != 3) failures.fetch_add(1);
 }
 
+// A race on purpose, so that a test can see the sanitizer at work in this very program.
+int race() {
+  int unguarded = 0;
+  std::thread other([&] { ++unguarded; });
+  ++unguarded;
+  other.join();
+  return unguarded == 2 ? 0 : 1;
+}
+
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+  if (argc > 1 && std::string_view(argv[1]) == "--race") return race();
   submission_beyond_the_bound_is_paced();
   finalized = 0;
   int expected = 0;

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -39,6 +40,7 @@ int main() {
   // It has a session of its own, and a polite end of everything on the node is for the ranks first: it outlives them
   // just long enough to clean up behind them.
   for (const int polite : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(polite, SIG_IGN);
+  umask(S_IRWXG | S_IRWXO);  // whatever is made here or by libpmix is the job's user's alone
   close_inherited();
   clean_environment();
   wire::Message message;

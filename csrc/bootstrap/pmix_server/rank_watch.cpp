@@ -26,7 +26,9 @@ bool exists(int pid) { return kill(pid, 0) == 0 || errno != ESRCH; }
 
 }  // namespace
 
-RankWatch::RankWatch(const std::string& job, int node, const std::vector<int>& ranks, const std::vector<int>& pids) {
+RankWatch::RankWatch(const std::string& job, int node, int world, const std::vector<int>& ranks,
+                     const std::vector<int>& pids)
+    : world_(static_cast<uint64_t>(world)) {
   sockaddr_un address;
   const socklen_t size = wire::server_address(job, node, address);
   listener_ = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -98,8 +100,8 @@ void RankWatch::accept_rank() {
 
 bool RankWatch::receive(int connection) {
   wire::Message message;
-  if (!wire::receive(connection, message)) return false;
-  if (message.type == 'D') announce(static_cast<Rank>(message.id));
+  if (!wire::receive(connection, message, 0)) return false;
+  if (message.type == 'D' && message.id < world_) announce(static_cast<Rank>(message.id));
   return true;
 }
 

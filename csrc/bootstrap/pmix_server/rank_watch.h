@@ -16,7 +16,7 @@ namespace multicomm::pmix {
 class RankWatch {
  public:
   // Throws std::runtime_error when the ranks' address is taken.
-  RankWatch(const std::string& job, int node, const std::vector<int>& ranks, const std::vector<int>& pids);
+  RankWatch(const std::string& job, int node, int world, const std::vector<int>& ranks, const std::vector<int>& pids);
   ~RankWatch();
   RankWatch(const RankWatch&) = delete;
   RankWatch& operator=(const RankWatch&) = delete;
@@ -37,6 +37,7 @@ class RankWatch {
   bool receive(int connection);  // false when it is closed
   void announce(Rank dead);
 
+  const uint64_t world_;  // ranks of all nodes
   int listener_ = -1;
   std::map<Rank, Process> processes_;  // of the local ranks that are still there
   std::vector<int> connections_;

@@ -70,7 +70,8 @@ Server::Server(bootstrap::NodeConfig config, int socket)
       library_(config_.libpmix),
       socket_(socket),
       wake_(eventfd(0, EFD_CLOEXEC)),
-      watch_(config_.name, config_.node, config_.ranks[static_cast<size_t>(config_.node)], config_.pids),
+      watch_(config_.name, config_.node, config_.world_size(), config_.ranks[static_cast<size_t>(config_.node)],
+             config_.pids),
       folder_(make_folder()) {
   for (size_t node = 0; node < config_.ranks.size(); ++node)
     for (const int rank : config_.ranks[node]) node_of_[rank] = static_cast<int>(node);
@@ -210,7 +211,8 @@ bool Server::receive() {
     reply = std::move(it->second);
     replies_.erase(it);
   }
-  reply(message.type == 'x', message.body);
+  const bool ok = message.type == 'x' && message.body.size() >= sizeof(uint64_t);  // the context, then the blobs
+  reply(ok, message.body);
   return true;
 }
 

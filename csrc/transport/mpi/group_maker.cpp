@@ -8,6 +8,9 @@
 #include <cstring>
 #include <utility>
 
+#include "bootstrap/parse.h"
+#include "coordinator/received.h"
+
 namespace multicomm::mpi {
 namespace {
 
@@ -61,8 +64,8 @@ void compare_settings(MPI_Comm communicator, const GroupRequest& request) {
   std::string text;
   bool differ = false;
   for (size_t r = 0; r < request.ranks.size(); ++r) {
-    const char* theirs = all.data() + r * kSettingsBytes;
-    differ = differ || std::strncmp(theirs, all.data(), kSettingsBytes) != 0;
+    const std::string theirs = text_in(all.data() + r * kSettingsBytes, kSettingsBytes);
+    differ = differ || theirs != text_in(mine, kSettingsBytes);
     text += "\n  rank " + std::to_string(request.ranks[r]) + ": " + theirs;
   }
   if (differ) throw std::runtime_error("the ranks have different settings, which must be alike on all of them:" + text);
@@ -189,7 +192,8 @@ bool GroupMaker::look(Pending& pending) {
     }
     auto& store = *pending.request.world.store;
     if (pending.order == 0 && store.check(pending.keys + "complete"))
-      pending.order = std::stoll(store.get(pending.keys + "complete", 10s));
+      pending.order = bootstrap::parse_number(store.get(pending.keys + "complete", 10s), 1, INT64_MAX,
+                                              "the group's place in the order of making");
     if (pending.order != 0 || Clock::now() < pending.deadline) return true;
     pending.request.failed("not every rank of the group has made it within its time-out: " + missing_members(pending) +
                                " did not come (they have not called new_group for these ranks, or fewer times than the "
@@ -236,7 +240,8 @@ bool GroupMaker::make_next() {
       const auto members = static_cast<int64_t>(other.request.ranks.size());
       if (other.order == 0 && other.request.world.store->add(other.keys + "members", 0) == members) return false;
     }
-    const int tag = std::stoi(next->request.world.store->get(next->keys + "tag", 10s));
+    const std::string tag_text = next->request.world.store->get(next->keys + "tag", 10s);
+    const auto tag = static_cast<int>(bootstrap::parse_number(tag_text, 0, kTags - 1, "the tag of the group's making"));
     make_channel(next->request, bootstrap::MpiRuntime::current()->world(), tag, text_hash(next->keys), shared_);
   } catch (const std::exception& error) {
     next->request.failed(error.what(), false);

@@ -39,13 +39,13 @@ void Inquiries::look() {
       return;
     // Small enough to have come whole with its announcement: receiving them waits for nobody.
     if (status.MPI_TAG == kInquiryTag) {
-      Inquiry inquiry;
+      Inquiry inquiry{};
       if (MPI_Mrecv(&inquiry, sizeof(inquiry), MPI_BYTE, &message, MPI_STATUS_IGNORE) != MPI_SUCCESS) return;
       Sending& sending = new_sending();
       sending.answer = sink_.answer(inquiry);
       send(sending, &sending.answer, sizeof(Answer), kAnswerTag, status.MPI_SOURCE);
     } else {
-      Answer answer;
+      Answer answer{};
       if (MPI_Mrecv(&answer, sizeof(answer), MPI_BYTE, &message, MPI_STATUS_IGNORE) != MPI_SUCCESS) return;
       sink_.answered(status.MPI_SOURCE, answer);
     }

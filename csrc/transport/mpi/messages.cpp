@@ -141,6 +141,12 @@ void Messages::fail_waiting(const std::string& why) {
 void Messages::take_header(const MPI_Status& status) {
   std::unique_ptr<Packet> packet = std::move(incoming_);
   const int source = status.MPI_SOURCE;
+  int received = 0;
+  MPI_Get_count(&status, MPI_BYTE, &received);
+  const Header& header = packet->header;
+  const bool fits = header.eager == 0 ? header.bytes < INT64_MAX : header.bytes <= kEagerBytes;
+  if (!fits || static_cast<size_t>(received) != sizeof(Header) + (header.eager == 0 ? 0 : header.bytes))
+    throw std::runtime_error("rank " + std::to_string(source) + " of the group sent what is no message");
   const auto it = std::find_if(waiting_.begin(), waiting_.end(), [&](const OperationPtr& o) {
     return o->tag == packet->header.tag && (o->peer < 0 || o->peer == source);
   });

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <string>
@@ -21,7 +22,9 @@ std::unique_ptr<Segment> Segment::map(int descriptor, size_t members) {
 std::unique_ptr<Segment> Segment::create(size_t members) {
   const int descriptor = memfd_create("multicomm", MFD_CLOEXEC);
   if (descriptor < 0) return nullptr;
-  if (ftruncate(descriptor, static_cast<off_t>(members * sizeof(Part))) != 0) {
+  // Other users cannot open it anyway, but its mode shall say so too.
+  if (fchmod(descriptor, S_IRUSR | S_IWUSR) != 0 ||
+      ftruncate(descriptor, static_cast<off_t>(members * sizeof(Part))) != 0) {
     ::close(descriptor);
     return nullptr;
   }
@@ -31,7 +34,13 @@ std::unique_ptr<Segment> Segment::create(size_t members) {
 std::unique_ptr<Segment> Segment::open(const Address& address, size_t members) {
   const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.descriptor);
   const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  return descriptor < 0 ? nullptr : map(descriptor, members);
+  if (descriptor < 0) return nullptr;
+  struct stat status{};  // of another size, it is not what was meant, and access to it could be the process's end
+  if (fstat(descriptor, &status) != 0 || static_cast<size_t>(status.st_size) != members * sizeof(Part)) {
+    ::close(descriptor);
+    return nullptr;
+  }
+  return map(descriptor, members);
 }
 
 Segment::Address Segment::address() const { return {getpid(), descriptor_}; }
