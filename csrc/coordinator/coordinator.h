@@ -11,6 +11,7 @@
 
 #include "coordinator/group_state.h"
 #include "coordinator/overlap_guard.h"
+#include "coordinator/picture.h"
 #include "coordinator/settings.h"
 #include "transport/transport.h"
 
@@ -66,6 +67,11 @@ class Coordinator final : public InquirySink {
   int dead_member(const GroupInfo& info) const;
   Answer answer(const Inquiry& inquiry) override;
   void answered(int global_rank, const Answer& answer) override;
+  Pictures& pictures() { return pictures_; }
+  void report_asked(int asker, const ReportInquiry& inquiry) override { pictures_.asked(asker, inquiry); }
+  void report_came(int rank, uint64_t number, const std::string& report) override {
+    pictures_.came(rank, number, report);
+  }
 
   // Called by the driver when a group's members have all left; takes the channel to be freed.
   std::function<void(std::shared_ptr<Channel>)> on_channel_released;
@@ -89,6 +95,7 @@ class Coordinator final : public InquirySink {
 
   // Driver.
   InquiryPlane* inquiries_ = nullptr;
+  Pictures pictures_{*this};
   std::map<int, Clock::time_point> deaths_;  // global rank; when it was learned
   std::vector<GroupPtr> ready_;
   std::vector<GroupPtr> drained_groups_;
