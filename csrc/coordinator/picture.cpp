@@ -178,7 +178,8 @@ std::string Pictures::describe_rank(const Picture& picture, int rank) const {
 }
 
 std::string Pictures::describe_absent(const Picture& picture, int rank) const {
-  if (contains(picture.dead, rank)) return "has died";
+  // Some die after they were asked.
+  if (!picture.alone && contains(coordinator_.inquiries()->dead_ranks(), rank)) return "has died";
   if (contains(picture.unreadable, rank)) return "runs another version of multicomm: its answer cannot be read";
   const std::string seen = picture.alone ? std::string() : coordinator_.inquiries()->seen_of(rank);
   return "does not answer" + (seen.empty() ? " (stopped, cut off, or at the end of its program)" : ": it " + seen);
