@@ -52,15 +52,14 @@ int Pictures::own_rank() const {
 
 void Pictures::take(bool stacks, Done done) {
   InquiryPlane* plane = coordinator_.inquiries();
-  Picture picture{next_number_++, std::move(done), plane == nullptr, {}};
+  Picture picture{next_number_++, std::move(done), stacks, plane == nullptr, {}};
   const ReportInquiry inquiry{picture.number, static_cast<uint8_t>(stacks ? 1 : 0)};
   if (plane != nullptr) {
     picture.dead = plane->dead_ranks();
     for (int r = 0; r < plane->size(); ++r)
       if (r != plane->rank() && !contains(picture.dead, r)) plane->ask_report(r, inquiry);
   }
-  pictures_.push_back(std::move(picture));
-  asked(own_rank(), inquiry);
+  pictures_.push_back(std::move(picture));  // check() asks this rank itself, once its submissions are in their queues
 }
 
 void Pictures::asked(int asker, const ReportInquiry& inquiry) {
@@ -125,9 +124,13 @@ void Pictures::check(Clock::time_point now) {
     return true;
   });
   for (const Owed& owed : late) send(owed.asker, owed.number, kNoStack);
+  for (Picture& picture : pictures_) {
+    if (std::exchange(picture.begun, true)) continue;
+    picture.since = now;
+    asked(own_rank(), {picture.number, static_cast<uint8_t>(picture.stacks ? 1 : 0)});
+  }
   for (size_t i = 0; i < pictures_.size();) {
     Picture& picture = pictures_[i];
-    if (picture.since == Clock::time_point{}) picture.since = now;
     if (!complete(picture) && now - picture.since < kPatience) {
       ++i;
       continue;

@@ -45,8 +45,10 @@ class Pictures {
   struct Picture {
     uint64_t number;
     Done done;
+    bool stacks;
     bool alone;             // nobody else can be asked
     std::vector<int> dead;  // not asked
+    bool begun = false;
     Clock::time_point since{};
     std::map<int, RankReport> reports{};  // by global rank
     std::vector<int> unreadable{};        // ranks that run another version

@@ -13,6 +13,7 @@ from pathlib import Path
 
 _NAME = re.compile(r"@(multicomm-(\d+)-(\d+)-\d+)$")
 _WHO_SECONDS = 1.0
+_LOOK_SECONDS = 0.3
 _PICTURE_SECONDS = 15.0  # a rank answers within about 5; others may ask it at the same time
 
 
@@ -127,8 +128,13 @@ def _ask(process: _Process, request: str, seconds: float) -> str:
                 raise InspectError(f"the socket of process {process.pid} belongs to another user (uid {uid})")
             connection.sendall(f"{request}\n".encode())
             while (left := deadline - time.monotonic()) > 0:
-                connection.settimeout(left)
-                part = connection.recv(65536)
+                connection.settimeout(min(left, _LOOK_SECONDS))
+                try:
+                    part = connection.recv(65536)
+                except TimeoutError:
+                    if _status(process.pid)[0] in ("T", "t"):  # nothing will come
+                        return ""
+                    continue
                 if not part:
                     return answer.decode(errors="replace")
                 answer += part
