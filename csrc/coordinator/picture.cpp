@@ -192,15 +192,6 @@ std::string Pictures::describe_absent(const Picture& picture, int rank) const {
 // between.
 std::string Pictures::standing_of(const Picture& picture, const GroupReport& group,
                                   const WaitingReport& waiting) const {
-  switch (waiting.standing) {
-    case Standing::kNoChannel:
-      return "the group's communicator does not exist yet (not every rank of the group has made it, or MPI is "
-             "starting)";
-    case Standing::kQueued: return "queued behind an earlier operation";
-    case Standing::kAgreed: return "agreed; its data is on the way";
-    case Standing::kOffered: break;
-  }
-  if (waiting.message) return "posted; the peer has not come";
   std::vector<int> missing, left, silent, dead;
   for (const int r : group.members) {
     const auto found = picture.reports.find(r);
@@ -212,13 +203,28 @@ std::string Pictures::standing_of(const Picture& picture, const GroupReport& gro
     if (theirs == nullptr || theirs->given_up) left.push_back(r);
     else if (theirs->submitted <= waiting.sequence) missing.push_back(r);
   }
-  std::string text = "offered";
-  for (const std::string& part :
-       {ranks_that(missing, "has not submitted it", "have not submitted it"),
-        ranks_that(left, "has left the group or given it up", "have left the group or given it up"),
-        ranks_that(dead, "has died", "have died"), ranks_that(silent, "does not answer", "do not answer")})
+  std::string text;
+  const auto add = [&](const std::string& part) {
     if (!part.empty()) text += "; " + part;
-  return text == "offered" ? "offered; every rank has submitted it" : text;
+  };
+  const bool offered = waiting.standing == Standing::kOffered && !waiting.message;
+  if (offered) {
+    add(ranks_that(missing, "has not submitted it", "have not submitted it"));
+    add(ranks_that(left, "has left the group or given it up", "have left the group or given it up"));
+  }
+  add(ranks_that(dead, "has died", "have died"));
+  add(ranks_that(silent, "does not answer", "do not answer"));
+  switch (waiting.standing) {
+    case Standing::kNoChannel:
+      return "the group's communicator does not exist yet (not every rank has made the group, or started multicomm)" +
+             text;
+    case Standing::kQueued: return "queued; an operation submitted before it, on the same memory, is not done";
+    case Standing::kOffered:
+      if (waiting.message) return "posted; the peer has not come";
+      return "offered" + (text.empty() ? "; by now every rank has submitted it" : text);
+    case Standing::kAgreed: return "agreed; its data is on the way" + text;
+  }
+  return "in a state that this version of multicomm does not know";
 }
 
 }  // namespace multicomm

@@ -186,7 +186,10 @@ void Inspection::run() {
 // One at a time; each step has a bound, so nobody who asks can keep others from it.
 void Inspection::serve() {
   const int client = accept4(socket_, nullptr, nullptr, SOCK_CLOEXEC);
-  if (client < 0) return;
+  if (client < 0) {
+    std::this_thread::sleep_for(100ms);  // no descriptor left: who waits stays in poll's answer, which must not spin
+    return;
+  }
   const timeval bound{kClientSeconds, 0};
   setsockopt(client, SOL_SOCKET, SO_RCVTIMEO, &bound, sizeof(bound));
   setsockopt(client, SOL_SOCKET, SO_SNDTIMEO, &bound, sizeof(bound));
@@ -239,8 +242,12 @@ std::optional<std::string> Inspection::picture(bool stacks) {
 void Inspection::print_picture() {
   const auto text = picture(true);
   // One call, so that the pictures of several ranks do not mix.
-  if (text) std::fputs(text->c_str(), stderr);
-  else say("asked by a signal for a picture of the job, but the coordinator thread does not answer");
+  if (text) {
+    std::fputs(text->c_str(), stderr);
+    return;
+  }
+  const std::lock_guard lock(mutex_);
+  if (!stopping_) say("asked by a signal for a picture of the job, but the coordinator thread does not answer");
 }
 
 void Inspection::stop() {

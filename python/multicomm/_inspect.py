@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_NAME = re.compile(r"@(multicomm-(\d+)-(\d+)-\d+)$")
+_NAME = re.compile(r"@(multicomm-(\d+)-(\d+)-(\d+))$")  # user, process, process namespace
 _WHO_SECONDS = 1.0
 _LOOK_SECONDS = 0.3
 _PICTURE_SECONDS = 15.0  # a rank answers within about 5; others may ask it at the same time
@@ -51,11 +51,12 @@ def picture(pid: int | None, *, stacks: bool) -> str:
 def _listening() -> list[_Process]:
     """Processes of this node that listen, of this user; of everybody for root."""
     found = {}
+    namespace = Path("/proc/self/ns/pid").stat().st_ino  # elsewhere, the same number is another process
     for line in Path("/proc/net/unix").read_text().splitlines():
         # Accepting sockets only: a connection has its listener's name, too.
         if (match := _NAME.search(line)) and int(line.split()[3], 16) & 0x10000:
             name, user, pid = match[1], int(match[2]), int(match[3])
-            if os.geteuid() in (0, user):
+            if os.geteuid() in (0, user) and int(match[4]) == namespace:
                 found[name] = _Process(pid, name)
     return sorted(found.values(), key=lambda process: process.pid)
 

@@ -69,7 +69,7 @@ void Inquiries::received(Receiving& receiving, bool whole) {
   const int from = receiving.from;
   const Piece piece = receiving.piece;
   receiving_.erase(receiving.self);  // `receiving` is gone from here on
-  if (!whole || piece.bytes > sizeof(piece.text)) return;
+  if (!whole || piece.bytes > sizeof(piece.text) || piece.index >= piece.pieces) return;
   Assembly& assembly = assemblies_[from];
   if (assembly.number != piece.number) assembly = {piece.number, {}};
   assembly.pieces[piece.index].assign(piece.text, piece.bytes);
