@@ -136,7 +136,8 @@ def stopped_and_killed(rank: int, file: str) -> None:
     importlib.import_module(BACKEND)
     dist.init_process_group(BACKEND, init_method=f"file://{file}", rank=rank, world_size=4)
     three = dist.new_group([0, 1, 2], timeout=timedelta(seconds=LIMIT))
-    dist.all_reduce(torch.ones(3))
+    for group in (None, three) if rank < 3 else (None,):  # a group is made by all its members
+        dist.all_reduce(torch.ones(3), group=group)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif rank == 3:
