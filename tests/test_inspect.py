@@ -29,7 +29,7 @@ from harness.settings import clean_environment
 from harness.two_hosts import two_hosts, why_not
 
 pytestmark = needs_multicomm("shows nothing")
-LIMIT = 30.0
+LIMIT = 40.0
 
 if BACKEND == "multicomm":
     from multicomm import _inspect
@@ -187,7 +187,7 @@ def some_do_not_answer() -> None:
 
 
 def test_the_stopped_and_the_dead_are_named(tmp_path: Path) -> None:
-    launch(some_do_not_answer, None, tmp_path).check().says("seen", 1)
+    launch(some_do_not_answer, None, tmp_path, limit=90).check().says("seen", 1)
 
 
 def interpreter_is_held() -> None:
@@ -380,7 +380,7 @@ def two_jobs() -> None:
 
 
 def test_of_several_jobs_one_has_to_be_named(tmp_path: Path) -> None:
-    launch(two_jobs, None, tmp_path).check().says("seen", 1)
+    launch(two_jobs, None, tmp_path, limit=90).check().says("seen", 1)
 
 
 def test_errors_say_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

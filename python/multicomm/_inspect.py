@@ -8,11 +8,11 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _NAME = re.compile(r"@(multicomm-(\d+)-(\d+)-(\d+))$")  # user, process, process namespace
-_WHO_SECONDS = 1.0
+_WHO_SECONDS = 3.0
 _LOOK_SECONDS = 0.3
 _PICTURE_SECONDS = 15.0  # a rank answers within about 5; others may ask it at the same time
 
@@ -26,6 +26,7 @@ class _Process:
     """A process of this node that listens; what it said of itself, where it answered."""
 
     pid: int
+    user: int
     name: str
     rank: int = -1
     size: int = 0
@@ -41,7 +42,8 @@ class _Process:
 
 def picture(pid: int | None, *, stacks: bool) -> str:
     """The picture of the job that process `pid` of this node belongs to, or of this user's one job on this node."""
-    process = _choose(_listening()) if pid is None else _find(pid)
+    mine = (process for process in _listening() if process.user == os.geteuid())
+    process = _choose(mine) if pid is None else _find(pid)
     kind, _, text = _ask(process, "picture stacks" if stacks else "picture", _PICTURE_SECONDS).partition("\n")
     if kind == "ok":
         return text
@@ -57,19 +59,21 @@ def _listening() -> list[_Process]:
         if (match := _NAME.search(line)) and int(line.split()[3], 16) & 0x10000:
             name, user, pid = match[1], int(match[2]), int(match[3])
             if os.geteuid() in (0, user) and int(match[4]) == namespace:
-                found[name] = _Process(pid, name)
+                found[name] = _Process(pid, user, name)
     return sorted(found.values(), key=lambda process: process.pid)
 
 
 def _choose(processes: Iterable[_Process]) -> _Process:
-    """One process of the only job that this user has here."""
-    mine = [process for process in processes if process.name.split("-")[1] == str(os.geteuid())]
-    known = [_introduce(process) for process in mine]
+    """One process of the only job among these."""
+    known = [_introduce(process) for process in processes]
+    # Before its MPI is up a rank knows no job; ranks of one launcher belong together.
+    of_launcher = {_parent(process.pid): process.job for process in known if process.job not in ("", "0")}
     jobs: dict[str, list[_Process]] = {}
     for process in known:
         if process.size:
-            # Before its MPI is up a rank knows no job; ranks of one launcher belong together.
-            jobs.setdefault(process.job if process.job != "0" else f"parent {_parent(process.pid)}", []).append(process)
+            launcher = _parent(process.pid)
+            job = process.job if process.job != "0" else of_launcher.get(launcher, f"of launcher {launcher}")
+            jobs.setdefault(job, []).append(process)
     if len(jobs) == 1:
         return min(next(iter(jobs.values())), key=lambda process: process.rank)
     everybody = "".join(f"\n  {process}" for process in known)
@@ -112,7 +116,7 @@ def _introduce(process: _Process) -> _Process:
     if kind != "ok":
         return process
     rank, size, job = text.split()
-    return _Process(process.pid, process.name, int(rank), int(size), job)
+    return replace(process, rank=int(rank), size=int(size), job=job)
 
 
 def _ask(process: _Process, request: str, seconds: float) -> str:
@@ -125,8 +129,8 @@ def _ask(process: _Process, request: str, seconds: float) -> str:
             connection.connect(f"\0{process.name}")
             # The name is anybody's to take: what its owner says counts only where he is who he should be.
             _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if uid not in (0, int(process.name.split("-")[1])):
-                raise InspectError(f"the socket of process {process.pid} belongs to another user (uid {uid})")
+            if uid not in (0, process.user):
+                return ""
             connection.sendall(f"{request}\n".encode())
             while (left := deadline - time.monotonic()) > 0:
                 connection.settimeout(min(left, _LOOK_SECONDS))
