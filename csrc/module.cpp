@@ -28,6 +28,12 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
+// Called without the GIL, on a thread that Python does not know.
+std::string main_thread_stack() {
+  const py::gil_scoped_acquire gil;
+  return py::module_::import("multicomm._stack").attr("main_thread")().cast<std::string>();
+}
+
 py::dict statistics() {
   py::dict all;
   const Runtime* runtime = Runtime::if_made();
@@ -53,6 +59,7 @@ py::dict statistics() {
 PYBIND11_MODULE(_C, m) {
   py::module_::import("torch._C._distributed_c10d");  // the base classes' types
   Runtime::set_interrupt_check(check_signals);
+  multicomm::StackReader::set_reader(main_thread_stack);
 
   py::class_<multicomm::MulticommOptions, c10d::Backend::Options, c10::intrusive_ptr<multicomm::MulticommOptions>>(
       m, "Options")
@@ -101,7 +108,7 @@ PYBIND11_MODULE(_C, m) {
         request.world_size = world_size;
         request.timeout = timeout;
         request.server_executable = server_executable;
-        Runtime::get().maker().start(std::move(request));
+        Runtime::get().start(std::move(request));
       },
       py::call_guard<py::gil_scoped_release>());
   m.def("shutdown", &Runtime::end_process, py::arg("failed"), py::call_guard<py::gil_scoped_release>());

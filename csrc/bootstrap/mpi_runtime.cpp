@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <utility>
 
 #include "bootstrap/background.h"
 #include "bootstrap/mpi_world.h"
@@ -209,6 +210,7 @@ void MpiRuntime::make_world(const WorldRequest& request) {
     MPI_Comm inquiries = MPI_COMM_NULL;
     int rank = 0;
     int size = 1;
+    std::vector<Peer> peers;
   };
   auto made = std::make_shared<Made>();
   const bool preinitialised = provider_ == Provider::kPreinitialised;
@@ -220,6 +222,7 @@ void MpiRuntime::make_world(const WorldRequest& request) {
     compare_worlds(rank, size, made->rank, made->size, preinitialised);
     made->world = duplicate_world(preinitialised);
     made->inquiries = duplicate_world(preinitialised);
+    made->peers = exchange_peers(made->inquiries);
     connect_barrier(made->world);
   };
   const std::chrono::milliseconds timeout = request.timeout > 0ms ? request.timeout : kDefaultTimeout;
@@ -236,6 +239,7 @@ void MpiRuntime::make_world(const WorldRequest& request) {
   inquiries_ = made->inquiries;
   rank_ = made->rank;
   size_ = made->size;
+  peers_ = std::move(made->peers);
 }
 
 std::vector<int> MpiRuntime::dead_ranks() const {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bootstrap/key_value_store.h"
+#include "bootstrap/peers.h"
 #include "bootstrap/pmix_node.h"
 #include "bootstrap/scoped_environment.h"
 
@@ -52,6 +53,7 @@ class MpiRuntime {
   Provider provider() const { return provider_; }
   int rank() const { return rank_; }
   int size() const { return size_; }
+  const std::vector<Peer>& peers() const { return peers_; }  // by rank
   std::string describe() const;
   // Ranks whose process has ended without finalising MPI, as the nodes' servers saw it; empty where there is no server
   // of ours.
@@ -76,6 +78,7 @@ class MpiRuntime {
   MPI_Comm inquiries_ = MPI_COMM_NULL;
   int rank_ = 0;
   int size_ = 1;
+  std::vector<Peer> peers_;
   std::atomic<bool> shut_down_{false};
   std::unique_ptr<PmixNode> node_;
 };

@@ -100,6 +100,7 @@ bool Coordinator::step(Clock::time_point now) {
       inquiries_->look();
       for (const int rank : inquiries_->dead_ranks()) deaths_.try_emplace(rank, now);
     }
+    pictures_.check(now);
     for (const GroupPtr& group : groups()) group->check_deadlines(now);
     drain_ready();
   }

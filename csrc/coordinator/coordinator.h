@@ -13,6 +13,7 @@
 #include "coordinator/group_state.h"
 #include "coordinator/launch_order.h"
 #include "coordinator/overlap_guard.h"
+#include "coordinator/picture.h"
 #include "coordinator/settings.h"
 #include "transport/transport.h"
 
@@ -75,6 +76,11 @@ class Coordinator final : public InquirySink {
   Clock::time_point checked_at() const { return now_; }
   Answer answer(const Inquiry& inquiry) override;
   void answered(int global_rank, const Answer& answer) override;
+  Pictures& pictures() { return pictures_; }
+  void report_asked(int asker, const ReportInquiry& inquiry) override { pictures_.asked(asker, inquiry); }
+  void report_came(int rank, uint64_t number, const std::string& report) override {
+    pictures_.came(rank, number, report);
+  }
 
   // Called by the driver when a group's members have all left; takes the channel to be freed.
   std::function<void(std::shared_ptr<Channel>)> on_channel_released;
@@ -99,6 +105,7 @@ class Coordinator final : public InquirySink {
   // Driver.
   LaunchOrder launch_order_;
   InquiryPlane* inquiries_ = nullptr;
+  Pictures pictures_{*this};
   std::map<int, Clock::time_point> deaths_;        // global rank; when it was learned
   std::deque<std::pair<uint64_t, int>> given_up_;  // notices: group, global rank
   std::vector<GroupPtr> ready_;

@@ -34,6 +34,11 @@ std::string rank_list(std::vector<int> ranks) {
   return text.str();
 }
 
+std::string ranks_that(const std::vector<int>& ranks, const char* one, const char* many) {
+  if (ranks.empty()) return {};
+  return (ranks.size() == 1 ? "rank " : "ranks ") + rank_list(ranks) + " " + (ranks.size() == 1 ? one : many);
+}
+
 std::string numbered(const Operation& operation) {
   return (is_point_to_point(operation.descriptor.kind) ? "message " : "collective ") +
          std::to_string(operation.sequence) + ", " + operation.describe();

@@ -8,7 +8,9 @@
 
 namespace multicomm {
 
-std::string rank_list(std::vector<int> ranks);     // "0-3, 5"
+std::string rank_list(std::vector<int> ranks);  // "0-3, 5"
+// "rank 2 has died", "ranks 2-4 have died"; empty for no ranks.
+std::string ranks_that(const std::vector<int>& ranks, const char* one, const char* many);
 std::string numbered(const Operation& operation);  // "collective 4, all_reduce(SUM) of Float [3]"
 std::string error_prefix(const GroupInfo& info);   // "multicomm: rank 1: group 'name' (ranks [0, 1]): "
 std::string group_text(const GroupInfo& info);     // "group 'name' (ranks [0, 2])"

@@ -9,6 +9,7 @@
 #include "coordinator/error_text.h"
 #include "coordinator/faults.h"
 #include "coordinator/inline_payload.h"
+#include "coordinator/rank_report.h"
 #include "coordinator/received.h"
 
 namespace multicomm {
@@ -544,6 +545,25 @@ std::string GroupState::reason_of(const Waiting& waiting) {
   const Operation& operation = *waiting.operation;
   return standing_of(waiting) == Standing::kQueued ? coordinator_.memory().in_the_way(operation)
                                                    : stall_of(operation).describe(info_, operation);
+}
+
+GroupReport GroupState::report(Operation::Clock::time_point now) const {
+  GroupReport report;
+  report.identity = identity();
+  report.submitted = sequence();
+  report.given_up = failure() != nullptr;
+  Waiting oldest[2];
+  for_unfinished([&](const OperationPtr& o, bool agreed) {
+    ++report.unfinished;
+    Waiting& first = oldest[is_point_to_point(o->descriptor.kind) ? 1 : 0];
+    if (!first.operation || o->ticket < first.operation->ticket) first = {o, agreed};
+  });
+  if (report.unfinished == 0) return report;
+  report.name = describe();
+  report.members = info_.ranks;
+  for (const Waiting& waiting : oldest)
+    if (waiting.operation) report.waiting.push_back(waiting_report(*waiting.operation, standing_of(waiting), now));
+  return report;
 }
 
 void GroupState::answered(int global_rank, const Answer& answer) {

@@ -22,6 +22,7 @@ namespace multicomm {
 
 class Coordinator;
 enum class Standing : int;
+struct GroupReport;
 
 struct GroupInfo {
   std::string name;        // readable, for errors, statistics and traces
@@ -70,6 +71,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void check_deadlines(Operation::Clock::time_point now);
   uint64_t identity() const { return channel_ ? channel_->identity() : 0; }  // 0: not made yet
   OperationPtr oldest_unfinished() const;
+  GroupReport report(Operation::Clock::time_point now) const;
   void answered(int global_rank, const Answer& answer);
   void peer_gave_up(int global_rank);
   // Gives up one point-to-point operation for which its caller no longer waits; the group goes on.

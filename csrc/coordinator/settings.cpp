@@ -1,11 +1,13 @@
 #include "coordinator/settings.h"
 
 #include <charconv>
+#include <csignal>
 #include <cstring>
 #include <functional>
 #include <sstream>
 #include <stdexcept>
 #include <string_view>
+#include <utility>
 
 #include "coordinator/record.h"
 
@@ -48,6 +50,33 @@ std::chrono::milliseconds parse_seconds(std::string_view text) {
   return std::chrono::milliseconds(static_cast<int64_t>(value * 1000));
 }
 
+// Those that mean nothing to the system, a launcher or Python by themselves.
+constexpr std::pair<const char*, int> kSignals[] = {
+    {"HUP", SIGHUP},   {"QUIT", SIGQUIT},     {"USR1", SIGUSR1},   {"USR2", SIGUSR2},
+    {"ALRM", SIGALRM}, {"URG", SIGURG},       {"WINCH", SIGWINCH}, {"IO", SIGIO},
+    {"PROF", SIGPROF}, {"VTALRM", SIGVTALRM}, {"PWR", SIGPWR},
+};
+
+int parse_signal(std::string_view text) {
+  if (text == "0") return 0;
+  const std::string_view name = text.starts_with("SIG") ? text.substr(3) : text;
+  int number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  const bool is_number = error == std::errc() && end == text.data() + text.size();
+  for (const auto& [known, signal] : kSignals)
+    if (name == known || (is_number && number == signal)) return signal;
+  if (is_number && number >= SIGRTMIN && number <= SIGRTMAX) return number;
+  std::string wanted = "0 or one of";
+  for (const auto& [known, signal] : kSignals) wanted += std::string(" ") + known;
+  reject(text, (wanted + ", or the number of a real-time signal").c_str());
+}
+
+std::string signal_name(int number) {
+  for (const auto& [known, signal] : kSignals)
+    if (number == signal) return known;
+  return std::to_string(number);
+}
+
 const Known kKnown[] = {
     {"MULTICOMM_FUSION_BYTES", "largest fused buffer, bytes (all ranks alike)",
      [](Settings& s, std::string_view v) { s.fusion_buffer_bytes = parse_number(v); },
@@ -83,6 +112,9 @@ const Known kKnown[] = {
      "after how long an operation that waits is reported on stderr, with who it waits for, seconds (0: never)",
      [](Settings& s, std::string_view v) { s.stall_warning = parse_seconds(v); },
      [](const Settings& s) { return std::to_string(s.stall_warning.count() / 1000.0); }},
+    {"MULTICOMM_INSPECT_SIGNAL", "signal at which a rank prints what all ranks are doing, such as USR2 (0: none)",
+     [](Settings& s, std::string_view v) { s.inspect_signal = parse_signal(v); },
+     [](const Settings& s) { return signal_name(s.inspect_signal); }},
     {"MULTICOMM_LIBPMIX", "path of libpmix for the start-up under torchrun (default: the one that libmpi uses)",
      nullptr, [](const Settings&) { return std::string(); }},
 };

@@ -58,8 +58,7 @@ std::string Stall::describe(const GroupInfo& info, const Operation& operation) c
   std::string text;
   const auto add = [&](const std::vector<int>& ranks, const char* one, const char* many) {
     if (ranks.empty()) return;
-    text += (text.empty() ? "" : "; ") + std::string(ranks.size() == 1 ? "rank " : "ranks ") + rank_list(ranks) + " " +
-            (ranks.size() == 1 ? one : many);
+    text += (text.empty() ? "" : "; ") + ranks_that(ranks, one, many);
   };
   if (!message) add(missing, "has not submitted it", "have not submitted it");
   add(dead, "has died", "have died");

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <mutex>
 #include <stdexcept>
+#include <utility>
 
 #include "coordinator/error_text.h"
 
@@ -63,22 +64,36 @@ Runtime::Runtime()
     : pid_(getpid()),
       coordinator_(read_settings(environ), shared_, completions_),
       driver_(coordinator_, completions_, oversubscribed()),
+      inspection_(coordinator_, driver_, settings().inspect_signal),
       maker_(shared_, [this] { start_inquiries(); }) {
   coordinator_.on_channel_released = [this](std::shared_ptr<Channel> channel) { maker_.free(std::move(channel)); };
 }
 
 void Runtime::start_inquiries() {
-  coordinator_.post([this] {
-    inquiries_ =
-        std::make_unique<mpi::Inquiries>(bootstrap::MpiRuntime::current()->inquiries(), shared_.requests, coordinator_,
-                                         [] { return bootstrap::MpiRuntime::current()->dead_ranks(); });
+  const auto* mpi = bootstrap::MpiRuntime::current();
+  inspection_.started(mpi->rank(), mpi->size(), bootstrap::job_identity(mpi->peers()));
+  coordinator_.post([this, mpi] {
+    const auto peer = [mpi](int rank) -> const bootstrap::Peer& { return mpi->peers()[static_cast<size_t>(rank)]; };
+    mpi::World world;
+    world.rank = mpi->rank();
+    world.size = mpi->size();
+    world.dead_ranks = [mpi] { return mpi->dead_ranks(); };
+    world.place_of = [peer](int rank) { return bootstrap::place_text(peer(rank)); };
+    world.seen_of = [peer](int rank) { return bootstrap::seen_text(peer(rank)); };
+    inquiries_ = std::make_unique<mpi::Inquiries>(mpi->inquiries(), shared_.requests, coordinator_, std::move(world));
     coordinator_.set_inquiries(inquiries_.get());
   });
   driver_.wake();
 }
 
+void Runtime::start(bootstrap::WorldRequest request) {
+  inspection_.joins(request.rank, request.world_size);
+  maker_.start(std::move(request));
+}
+
 GroupPtr Runtime::make_group(GroupInfo info, mpi::GroupRequest request) {
   check_process();
+  inspection_.joins(request.world.rank, request.world.world_size);
   GroupPtr group = coordinator_.add_group(std::move(info));
   request.shared_settings = settings().shared_text();
   request.largest_count = static_cast<int64_t>(settings().chunk_elements);
@@ -134,6 +149,7 @@ void Runtime::shutdown(bool failed) noexcept {
                                                                  : bound;
     const bool parted =
         driver_.wait_until([&] { return coordinator_.groups().empty(); }, Operation::Clock::now() + patience);
+    inspection_.stop();
     driver_.stop();
     completions_.stop();
     maker_.stop(healthy ? bound : patience, !parted);

@@ -9,6 +9,7 @@
 #include "coordinator/completion_queue.h"
 #include "coordinator/coordinator.h"
 #include "coordinator/driver.h"
+#include "process_group/inspection.h"
 #include "transport/mpi/group_maker.h"
 #include "transport/mpi/inquiries.h"
 
@@ -24,10 +25,11 @@ class Runtime {
   const Settings& settings() const { return coordinator_.settings(); }
   Coordinator& coordinator() { return coordinator_; }
   Driver& driver() { return driver_; }
-  mpi::GroupMaker& maker() { return maker_; }
 
   // A group whose communicator is made in the background.
   GroupPtr make_group(GroupInfo info, mpi::GroupRequest request);
+  // Starts MPI without a group.
+  void start(bootstrap::WorldRequest request);
   // Waits, bounded, until the group's operations are done, then tells its members that this rank leaves.
   void leave_group(const GroupPtr& group, std::chrono::milliseconds bound);
   void abort_group(const GroupPtr& group, const std::string& reason);
@@ -51,6 +53,7 @@ class Runtime {
   Coordinator coordinator_;
   Driver driver_;
   std::unique_ptr<mpi::Inquiries> inquiries_;  // driver; null before MPI is up
+  Inspection inspection_;
   mpi::GroupMaker maker_;
   std::atomic<bool> shut_down_{false};
 };

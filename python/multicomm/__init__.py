@@ -9,6 +9,7 @@ Importing the package registers the backend::
 
 from __future__ import annotations
 
+from multicomm import _stack as _stack  # here, since a thread that reads stacks should import nothing
 from multicomm._backend import _register, launched_by_mpi, start, stats
 
 __version__ = "0.1.0"

@@ -3,14 +3,17 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <initializer_list>
 #include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "coordinator/error_text.h"
 #include "coordinator/half.h"
 #include "coordinator/inline_payload.h"
+#include "coordinator/rank_report.h"
 #include "coordinator/reduce_kernels.h"
 #include "transport/mpi/buffer_pool.h"
 #include "transport/sim/sim_world.h"
@@ -526,6 +529,115 @@ void death_of_a_member_ends_its_groups_only() {
   REQUIRE(later->done() && later->error());
 }
 
+struct Looker {
+  explicit Looker(SimWorld& world, int rank = 0) : world(world), coordinator(world.coordinator(rank)) {}
+  void take(bool stacks) {
+    coordinator.post([this, stacks] {
+      coordinator.pictures().take(stacks, [this](std::string text) { pictures.push_back(std::move(text)); });
+    });
+  }
+  void require(std::initializer_list<const char*> parts) const {
+    REQUIRE(!pictures.empty());
+    for (const char* part : parts)
+      if (pictures.back().find(part) == std::string::npos)
+        throw std::runtime_error(std::string(part) + " is not in: " + pictures.back());
+  }
+  SimWorld& world;
+  Coordinator& coordinator;
+  std::vector<std::string> pictures;
+};
+
+// As above, but asked for: nothing has to be late. Rank 3 is stopped and rank 4 dead.
+void picture_shows_all_ranks() {
+  SimWorld world(11, std::vector<Settings>(5));
+  const auto group = world.make_group("g", {0, 1, 2, 3}), other = world.make_group("h", {1, 2});
+  settle(world);
+  std::vector<int64_t> a(3, 1), b(7, 1), c(7, 1);
+  const auto waiting = all_reduce(a), behind = all_reduce(a), elsewhere = all_reduce(b, ReduceOp::kMax);
+  for (const auto& operation : {waiting, behind, elsewhere}) operation->submitted = world.now();
+  world.coordinator(0).submit(group[0], waiting);
+  world.coordinator(0).submit(group[0], behind);
+  world.coordinator(1).submit(other[0], elsewhere);
+  world.set_deaf(3);
+  world.set_dead(4);
+  Looker looker(world);
+  looker.take(false);
+  looker.take(false);  // two at once, each with its answers
+  pass_time(world, 1);
+  REQUIRE(looker.pictures.empty());  // it could still answer
+  pass_time(world, 3);
+  REQUIRE(looker.pictures.size() == 2 && looker.pictures[0] == looker.pictures[1]);
+  looker.require({"what the 5 ranks of the job are doing, as told to rank 0\nrank 0\n",
+                  "  group 'g' (ranks [0, 1, 2, 3]): 2 collectives submitted, 2 operations unfinished\n",
+                  "    collective 0, all_reduce(SUM) of int64 [3], for ",
+                  ": offered; ranks 1, 2 have not submitted it; rank 3 does not answer\nrank 1\n",
+                  "  group 'h' (ranks [1, 2]): 1 collective submitted, 1 operation unfinished\n",
+                  ": offered; rank 2 has not submitted it\nrank 2\n  waits for no operation of multicomm\n",
+                  "rank 3\n  does not answer (stopped, cut off, or at the end of its program)\nrank 4\n  has died\n"});
+  looker.take(false);
+  world.coordinator(2).post(
+      [&] { other[1]->give_up(std::make_shared<OperationError>(ErrorKind::kAborted, "enough")); });
+  pass_time(world, 4);
+  REQUIRE(looker.pictures.size() == 3);
+}
+
+// The stack comes from elsewhere, later or never; nobody waits for it for long.
+void picture_does_not_wait_for_an_interpreter() {
+  SimWorld world(12, two());
+  int asked = 0;
+  for (int r = 0; r < 2; ++r) world.coordinator(r).pictures().request_stack = [&] { ++asked; };
+  Looker looker(world);
+  looker.take(true);
+  settle(world);
+  REQUIRE(asked == 2 && looker.pictures.empty());
+  world.coordinator(1).post([&] { world.coordinator(1).pictures().stack_came("main thread:\n  in train"); });
+  pass_time(world, 1);
+  looker.require({"rank 0\n  waits for no operation of multicomm\n  main thread: no Python stack within 0.5 s",
+                  "rank 1\n  waits for no operation of multicomm\n  main thread:\n    in train\n"});
+  // The interpreter that was asked in vain is not asked again before it has answered; its late answer is of use.
+  looker.take(true);
+  settle(world);
+  world.advance_time(std::chrono::milliseconds(100));
+  settle(world);
+  REQUIRE(asked == 3);
+  for (int r = 0; r < 2; ++r)
+    world.coordinator(r).post([&world, r] { world.coordinator(r).pictures().stack_came("main thread: at last"); });
+  pass_time(world, 1);
+  looker.require({"rank 0\n  waits for no operation of multicomm\n  main thread: at last\nrank 1\n"});
+}
+
+void report_is_bounded_and_checked() {
+  RankReport report;
+  for (uint64_t i = 0; i < 50; ++i) {
+    GroupReport group;
+    group.identity = i + 1;
+    group.submitted = 7 + i;
+    group.unfinished = 1;
+    group.name = std::string(1000, 'n');
+    group.members = {9, 3, 4, 5};
+    group.waiting = {{"collective 6, barrier", 1, 6, false, Standing::kAgreed, std::chrono::milliseconds(1500)}};
+    report.busy.push_back(group);
+  }
+  report.stack = std::string(1 << 20, 's');
+  const std::string bytes = pack(report);
+  REQUIRE(bytes.size() < 64 << 10);
+  const RankReport back = unpack_report(bytes);
+  REQUIRE(back.busy.size() == 32 && back.more_busy == 18 && back.idle.size() == 18);
+  REQUIRE(back.busy[31].identity == 32 && (back.busy[0].members == std::vector<int>{3, 4, 5, 9}));
+  REQUIRE(back.busy[0].name.find("... (600 more characters)") != std::string::npos);
+  REQUIRE(back.busy[0].waiting[0].text == "collective 6, barrier" && back.busy[0].waiting[0].sequence == 6);
+  REQUIRE(back.idle[17].identity == 50 && back.idle[17].submitted == 56);
+  for (size_t size = 0; size < bytes.size(); size += 97) {
+    bool refused = false;
+    try {
+      unpack_report(bytes.substr(0, size));
+    } catch (const std::runtime_error&) {
+      refused = true;
+    }
+    REQUIRE(refused);
+  }
+}
+
 void leaving_with_peers_at_work_is_told() {
   Pair pair;
   std::vector<int64_t> a(8, 1);
@@ -605,7 +717,8 @@ void unknown_setting_is_refused() {
 
 void malformed_setting_is_refused() {
   for (const char* value : {"MULTICOMM_FUSION_BYTES=many", "MULTICOMM_FUSION_BYTES=-1", "MULTICOMM_DETERMINISTIC=maybe",
-                            "MULTICOMM_SHUTDOWN_SECONDS=", "MULTICOMM_SHUTDOWN_SECONDS=-2"}) {
+                            "MULTICOMM_SHUTDOWN_SECONDS=", "MULTICOMM_SHUTDOWN_SECONDS=-2",
+                            "MULTICOMM_INSPECT_SIGNAL=KILL", "MULTICOMM_INSPECT_SIGNAL=9"}) {
     std::string entry = value;
     char* environment[] = {entry.data(), nullptr};
     bool refused = false;
@@ -646,6 +759,9 @@ int main() {
       TEST(staging_that_fails_is_told_to_all),
       TEST(death_of_a_member_ends_its_groups_only),
       TEST(missing_ranks_are_named_with_what_they_do),
+      TEST(picture_shows_all_ranks),
+      TEST(picture_does_not_wait_for_an_interpreter),
+      TEST(report_is_bounded_and_checked),
       TEST(leaving_with_peers_at_work_is_told),
       TEST(closed_group_refuses),
       TEST(barrier_waits_for_all),

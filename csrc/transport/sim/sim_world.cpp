@@ -404,6 +404,24 @@ void SimWorld::Rank::ask(int global_rank, const Inquiry& inquiry) {
       nullptr);
 }
 
+void SimWorld::Rank::ask_report(int global_rank, const ReportInquiry& inquiry) {
+  const std::lock_guard lock(world.mutex_);
+  if (world.deaf_.count(global_rank) > 0) return;
+  world.schedule(
+      global_rank, [this, global_rank, inquiry] { world.coordinator(global_rank).report_asked(number, inquiry); },
+      nullptr);
+}
+
+void SimWorld::Rank::send_report(int global_rank, uint64_t report_number, const std::string& report) {
+  const std::lock_guard lock(world.mutex_);
+  world.schedule(
+      global_rank,
+      [this, global_rank, report_number, report] {
+        world.coordinator(global_rank).report_came(number, report_number, report);
+      },
+      nullptr);
+}
+
 bool SimWorld::step(int number) { return rank(number).coordinator.step(now_); }
 
 void SimWorld::schedule(int number, std::function<void()> completion, const SimGroup* group, bool to_device) {

@@ -82,6 +82,12 @@ class SimWorld {
       coordinator.set_inquiries(this);
     }
     void ask(int global_rank, const Inquiry& inquiry) override;
+    void ask_report(int global_rank, const ReportInquiry& inquiry) override;
+    void send_report(int global_rank, uint64_t report_number, const std::string& report) override;
+    int rank() const override { return number; }
+    int size() const override { return world.size(); }
+    std::string place_of(int) const override { return {}; }
+    std::string seen_of(int) const override { return {}; }
     std::vector<int> dead_ranks() const override { return {world.dead_.begin(), world.dead_.end()}; }
     size_t poll() override;
     void look() override {}  // what is asked arrives with everything else
