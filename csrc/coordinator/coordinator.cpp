@@ -117,20 +117,20 @@ int Coordinator::dead_member(const GroupInfo& info) const {
   return -1;
 }
 
-int Coordinator::given_up_by(uint64_t group) const {
-  const auto it = std::find_if(given_up_.begin(), given_up_.end(), [&](const auto& n) { return n.first == group; });
-  return it == given_up_.end() ? -1 : it->second;
+void Coordinator::told(const Notice& notice) {
+  notices_.push_back(notice);
+  if (notices_.size() > kNotices) notices_.pop_front();
+  for (const GroupPtr& group : groups())
+    if (group->identity() == notice.group) group->told(notice);
+}
+
+const Notice* Coordinator::notice_of(uint64_t group) const {
+  const auto it = std::find_if(notices_.begin(), notices_.end(), [&](const Notice& n) { return n.group == group; });
+  return it == notices_.end() ? nullptr : &*it;
 }
 
 Answer Coordinator::answer(const Inquiry& inquiry) {
   Answer answer{inquiry.group, inquiry.number, 0, {}};
-  if (inquiry.given_up_by >= 0) {
-    given_up_.emplace_back(inquiry.group, inquiry.given_up_by);
-    if (given_up_.size() > kNotices) given_up_.pop_front();
-    for (const GroupPtr& group : groups())
-      if (group->identity() == inquiry.group) group->peer_gave_up(inquiry.given_up_by);
-    return answer;
-  }
   std::ostringstream text;
   const GroupState* oldest = nullptr;
   OperationPtr waiting;

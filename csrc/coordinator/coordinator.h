@@ -71,11 +71,12 @@ class Coordinator final : public InquirySink {
   InquiryPlane* inquiries() { return inquiries_; }  // null where nobody can be asked
   // A member that has been dead for kGrace, or -1.
   int dead_member(const GroupInfo& info) const;
-  // A member that has given the group up before this rank had it, or -1.
-  int given_up_by(uint64_t group) const;
+  // What a member that has given the group up has said of it, maybe before this rank had it; or null.
+  const Notice* notice_of(uint64_t group) const;
   Clock::time_point checked_at() const { return now_; }
   Answer answer(const Inquiry& inquiry) override;
   void answered(int global_rank, const Answer& answer) override;
+  void told(const Notice& notice) override;
   Pictures& pictures() { return pictures_; }
   void report_asked(int asker, const ReportInquiry& inquiry) override { pictures_.asked(asker, inquiry); }
   void report_came(int rank, uint64_t number, const std::string& report) override {
@@ -106,8 +107,8 @@ class Coordinator final : public InquirySink {
   LaunchOrder launch_order_;
   InquiryPlane* inquiries_ = nullptr;
   Pictures pictures_{*this};
-  std::map<int, Clock::time_point> deaths_;        // global rank; when it was learned
-  std::deque<std::pair<uint64_t, int>> given_up_;  // notices: group, global rank
+  std::map<int, Clock::time_point> deaths_;  // global rank; when it was learned
+  std::deque<Notice> notices_;
   std::vector<GroupPtr> ready_;
   std::vector<GroupPtr> drained_groups_;
   std::vector<std::function<void()>> drained_tasks_;

@@ -8,8 +8,8 @@
 namespace multicomm {
 namespace {
 
-ErrorPtr make_error(ErrorKind kind, std::string message) {
-  return std::make_shared<const OperationError>(OperationError{kind, std::move(message)});
+ErrorPtr make_error(ErrorKind kind, std::string message, std::string cause = {}) {
+  return std::make_shared<const OperationError>(OperationError{kind, std::move(message), std::move(cause)});
 }
 
 int own_rank(const GroupInfo& info) { return info.ranks[static_cast<size_t>(info.rank)]; }
@@ -77,12 +77,12 @@ ErrorPtr disagreement_error(const GroupInfo& info, uint64_t sequence, const std:
   return make_error(ErrorKind::kUsage, message.str());
 }
 
-ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank) {
-  return make_error(
-      ErrorKind::kAborted,
-      error_prefix(info) + "rank " + std::to_string(global_rank) +
-          " gave this group up (a time-out or an abort; its own error says which). The group cannot be used "
-          "further: destroy it and make a new one.");
+ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank, const std::string& why) {
+  const std::string reason = why.empty() ? std::string(" (a time-out or an abort; its own error says which). ")
+                                         : ": " + why + (why.find('\n') == std::string::npos ? ". " : "\n");
+  return make_error(ErrorKind::kAborted, error_prefix(info) + "rank " + std::to_string(global_rank) +
+                                             " gave this group up" + reason +
+                                             "The group cannot be used further: destroy it and make a new one.");
 }
 
 ErrorPtr peer_died_error(const GroupInfo& info, int global_rank, const Operation& waiting) {
@@ -106,7 +106,8 @@ ErrorPtr closed_error(const GroupInfo& info) {
 
 ErrorPtr aborted_error(const GroupInfo& info, const std::string& reason) {
   return make_error(ErrorKind::kAborted,
-                    error_prefix(info) + "aborted on this rank (" + reason + "); make a new group.");
+                    error_prefix(info) + "aborted on this rank (" + reason + "); make a new group.",
+                    "aborted there (" + reason + ")");
 }
 
 ErrorPtr not_made_error(const GroupInfo& info, const std::string& why, bool timed_out) {
@@ -115,7 +116,7 @@ ErrorPtr not_made_error(const GroupInfo& info, const std::string& why, bool time
 }
 
 ErrorPtr broken_error(const GroupInfo& info, const std::string& what) {
-  return make_error(ErrorKind::kBroken, error_prefix(info) + what + ". The group cannot be used further.");
+  return make_error(ErrorKind::kBroken, error_prefix(info) + what + ". The group cannot be used further.", what);
 }
 
 ErrorPtr message_error(const GroupInfo& info, const Operation& operation, const OperationError& cause) {
@@ -134,10 +135,9 @@ ErrorPtr lost_memory_error(const GroupInfo& info, const Operation& operation, co
 }
 
 ErrorPtr cannot_prepare_error(const GroupInfo& info, const Operation& operation, const std::string& what) {
-  return make_error(ErrorKind::kBroken, error_prefix(info) + numbered(operation) +
-                                            ": no contiguous copy of its tensors could be made, so this rank cannot "
-                                            "take part: " +
-                                            what + ". The group is given up; destroy it and make a new one.");
+  const std::string cause = numbered(operation) + ": no contiguous copy of its tensors could be made: " + what;
+  return make_error(ErrorKind::kBroken,
+                    error_prefix(info) + cause + ". The group is given up; destroy it and make a new one.", cause);
 }
 
 ErrorPtr cannot_finish_error(const GroupInfo& info, const Operation& operation, const std::string& what) {
@@ -169,11 +169,12 @@ std::string standing_text(const Operation& operation, Standing standing, const s
 }  // namespace
 
 ErrorPtr timeout_error(const GroupInfo& info, const Operation& operation, Standing standing, const std::string& who) {
-  const std::string text = standing_text(operation, standing, who);
+  const std::string text = "time-out of " + numbered(operation) + ": " + standing_text(operation, standing, who);
   const bool lines = text.find('\n') != std::string::npos;
   return make_error(ErrorKind::kTimeout,
-                    error_prefix(info) + "time-out of " + numbered(operation) + ": " + text + (lines ? "\n" : ". ") +
-                        "The group is given up on this rank; destroy it and make a new one, or set a longer time-out.");
+                    error_prefix(info) + text + (lines ? "\n" : ". ") +
+                        "The group is given up on this rank; destroy it and make a new one, or set a longer time-out.",
+                    text);
 }
 
 std::string stall_text(const GroupInfo& info, const Operation& operation, Standing standing, const std::string& who,

@@ -15,7 +15,8 @@ std::string numbered(const Operation& operation);  // "collective 4, all_reduce(
 std::string error_prefix(const GroupInfo& info);   // "multicomm: rank 1: group 'name' (ranks [0, 1]): "
 std::string group_text(const GroupInfo& info);     // "group 'name' (ranks [0, 2])"
 ErrorPtr disagreement_error(const GroupInfo& info, uint64_t sequence, const std::vector<TableEntry>& table);
-ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank);
+// `why`: what it said of that, if it did.
+ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank, const std::string& why);
 // `waiting`: one of the operations that it leaves unfinished.
 ErrorPtr peer_died_error(const GroupInfo& info, int global_rank, const Operation& waiting);
 ErrorPtr peer_left_error(const GroupInfo& info, int global_rank);

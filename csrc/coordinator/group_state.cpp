@@ -52,7 +52,7 @@ ErrorPtr GroupState::failure() const {
 void GroupState::connect(std::shared_ptr<Channel> channel) {
   channel_ = std::move(channel);
   channel_->set_sink(this);
-  if (const int rank = coordinator_.given_up_by(identity()); rank >= 0) peer_gave_up(rank);
+  if (const Notice* notice = coordinator_.notice_of(identity())) told(*notice);
   coordinator_.make_ready(*this);
 }
 
@@ -264,13 +264,18 @@ void GroupState::tell_peers() {
   InquiryPlane* plane = coordinator_.inquiries();
   if (!channel_ || plane == nullptr || std::exchange(peers_told_, true)) return;
   const int self = info_.ranks[static_cast<size_t>(info_.rank)];
+  Notice notice{identity(), self, {}};
+  const ErrorPtr error = failure();
+  const std::string& why = error->cause.empty() ? error->message : error->cause;
+  why.copy(notice.why, sizeof(notice.why) - 1);
   for (const int rank : info_.ranks)
-    if (rank != self) plane->ask(rank, {.group = identity(), .number = 0, .given_up_by = self});
+    if (rank != self) plane->tell(rank, notice);
 }
 
-void GroupState::peer_gave_up(int global_rank) {
+void GroupState::told(const Notice& notice) {
   if (given_up_by_ >= 0) return;
-  given_up_by_ = global_rank;
+  given_up_by_ = notice.by;
+  given_up_why_ = text_in(notice.why, sizeof(notice.why));
   given_up_since_ = coordinator_.checked_at();
 }
 
@@ -397,7 +402,10 @@ void GroupState::react_to_members() {
   // Only a round that carried the announcement has told it: the failure may have come while this round was in flight.
   if (mine_.lowest_failed != kNobody) announce_failure_ = false;
   if (result_.lowest_failed != kNobody && !failure()) {
-    give_up(peer_failed_error(info_, static_cast<int>(result_.lowest_failed)));
+    // It has said why before it entered this round.
+    if (given_up_by_ < 0 && coordinator_.inquiries() != nullptr) coordinator_.inquiries()->look();
+    const bool known = given_up_by_ == static_cast<int>(result_.lowest_failed);
+    give_up(peer_failed_error(info_, static_cast<int>(result_.lowest_failed), known ? given_up_why_ : ""));
     announce_failure_ = false;  // the round that told us has told everybody
   } else if (result_.leaving > 0 && !leaving_ && !failure()) {
     give_up(peer_left_error(info_, static_cast<int>(result_.lowest_leaving)));
@@ -609,8 +617,9 @@ void GroupState::check_deadlines(Operation::Clock::time_point now) {
       }
   }
   const bool told = given_up_by_ >= 0 && !device_stopped_;
-  if (told && (late.operation || now - given_up_since_ >= Coordinator::kGrace)) {
-    give_up(peer_failed_error(info_, given_up_by_));
+  // In time, an operation that is only waiting for its members finds out by itself who is missing.
+  if (told && (late.agreed || now - given_up_since_ >= Coordinator::kGrace)) {
+    give_up(peer_failed_error(info_, given_up_by_, given_up_why_));
     announce_failure_ = false;  // whoever told us has told everybody
     return;
   }

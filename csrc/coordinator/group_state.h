@@ -73,7 +73,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   OperationPtr oldest_unfinished() const;
   GroupReport report(Operation::Clock::time_point now) const;
   void answered(int global_rank, const Answer& answer);
-  void peer_gave_up(int global_rank);
+  void told(const Notice& notice);
   // Gives up one point-to-point operation for which its caller no longer waits; the group goes on.
   void withdraw(const OperationPtr& operation);
   void point_to_point_done(const OperationPtr& operation, const ErrorPtr& error) override;
@@ -180,6 +180,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   bool device_stopped_ = false;  // the group was given up: no device batch is launched any more
   bool peers_told_ = false;
   int given_up_by_ = -1;  // global rank of a member that has said so, outside the rounds
+  std::string given_up_why_;
   Operation::Clock::time_point given_up_since_;
   bool broken_ = false;            // the transport failed: nothing more is started
   bool announce_failure_ = false;  // peers have not been told yet that this rank gave the group up

@@ -36,6 +36,7 @@ enum class ErrorKind : uint8_t {
 struct OperationError {
   ErrorKind kind;
   std::string message;
+  std::string cause{};  // what of it the other members are told; empty: all of it
 };
 using ErrorPtr = std::shared_ptr<const OperationError>;
 

@@ -11,8 +11,6 @@ namespace multicomm {
 struct Inquiry {
   uint64_t group;   // identity that all its members know, see Channel::identity
   uint64_t number;  // the asker's; comes back with the answer
-  // A global rank that has given the group up: a notice, whose answer nobody reads.
-  int32_t given_up_by = -1;
 };
 
 struct Answer {
@@ -22,19 +20,27 @@ struct Answer {
   char text[488];      // what it is doing, for people
 };
 
+// A member has given a group up, and tells all others.
+struct Notice {
+  uint64_t group;
+  int32_t by;     // global rank
+  char why[500];  // for people
+};
+
 // Asks for a rank's part of the picture of the job, see coordinator/picture.h.
 struct ReportInquiry {
   uint64_t number;  // the asker's; comes back with the report
   uint8_t stack;    // 1: with the Python stack of the main thread
 };
 static_assert(std::is_trivially_copyable_v<Inquiry> && std::is_trivially_copyable_v<Answer> &&
-              std::is_trivially_copyable_v<ReportInquiry>);
+              std::is_trivially_copyable_v<Notice> && std::is_trivially_copyable_v<ReportInquiry>);
 
 // Point-to-point between the coordinators of a world, apart from all groups. All calls by the driver, none waits.
 class InquiryPlane {
  public:
   virtual ~InquiryPlane() = default;
   virtual void ask(int global_rank, const Inquiry& inquiry) = 0;
+  virtual void tell(int global_rank, const Notice& notice) = 0;
   virtual void ask_report(int global_rank, const ReportInquiry& inquiry) = 0;
   virtual void send_report(int global_rank, uint64_t number, const std::string& report) = 0;  // of any length
   virtual void look() = 0;  // takes what has come, to the sink
@@ -51,6 +57,7 @@ class InquirySink {
  public:
   virtual Answer answer(const Inquiry& inquiry) = 0;
   virtual void answered(int global_rank, const Answer& answer) = 0;
+  virtual void told(const Notice& notice) = 0;
   virtual void report_asked(int asker, const ReportInquiry& inquiry) = 0;  // answered by send_report, soon
   virtual void report_came(int global_rank, uint64_t number, const std::string& report) = 0;
 

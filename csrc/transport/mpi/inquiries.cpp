@@ -11,6 +11,7 @@ constexpr int kInquiryTag = 1;
 constexpr int kAnswerTag = 2;
 constexpr int kReportInquiryTag = 3;
 constexpr int kReportTag = 4;
+constexpr int kNoticeTag = 5;
 
 // Takes a matched message whole. Small enough to have come with its announcement: receiving it waits for nobody.
 template <typename Message>
@@ -38,6 +39,8 @@ void Inquiries::send(const void* data, size_t bytes, int tag, int to) {
 void Inquiries::ask(int global_rank, const Inquiry& inquiry) {
   send(&inquiry, sizeof(inquiry), kInquiryTag, global_rank);
 }
+
+void Inquiries::tell(int global_rank, const Notice& notice) { send(&notice, sizeof(notice), kNoticeTag, global_rank); }
 
 void Inquiries::ask_report(int global_rank, const ReportInquiry& inquiry) {
   send(&inquiry, sizeof(inquiry), kReportInquiryTag, global_rank);
@@ -90,6 +93,7 @@ void Inquiries::look() {
     const int from = status.MPI_SOURCE;
     Inquiry inquiry{};
     Answer answer{};
+    Notice notice{};
     ReportInquiry report_inquiry{};
     switch (status.MPI_TAG) {
       case kInquiryTag:
@@ -100,6 +104,10 @@ void Inquiries::look() {
       case kAnswerTag:
         if (!take(message, answer)) return;
         sink_.answered(from, answer);
+        break;
+      case kNoticeTag:
+        if (!take(message, notice)) return;
+        sink_.told(notice);
         break;
       case kReportInquiryTag:
         if (!take(message, report_inquiry)) return;

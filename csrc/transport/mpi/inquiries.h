@@ -31,6 +31,7 @@ class Inquiries final : public InquiryPlane {
   Inquiries(MPI_Comm communicator, Requests& requests, InquirySink& sink, World world)
       : communicator_(communicator), requests_(requests), sink_(sink), world_(std::move(world)) {}
   void ask(int global_rank, const Inquiry& inquiry) override;
+  void tell(int global_rank, const Notice& notice) override;
   void ask_report(int global_rank, const ReportInquiry& inquiry) override;
   void send_report(int global_rank, uint64_t number, const std::string& report) override;
   void look() override;

@@ -404,6 +404,11 @@ void SimWorld::Rank::ask(int global_rank, const Inquiry& inquiry) {
       nullptr);
 }
 
+void SimWorld::Rank::tell(int global_rank, const Notice& notice) {
+  const std::lock_guard lock(world.mutex_);
+  world.schedule(global_rank, [this, global_rank, notice] { world.coordinator(global_rank).told(notice); }, nullptr);
+}
+
 void SimWorld::Rank::ask_report(int global_rank, const ReportInquiry& inquiry) {
   const std::lock_guard lock(world.mutex_);
   if (world.deaf_.count(global_rank) > 0) return;

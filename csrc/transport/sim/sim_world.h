@@ -82,6 +82,7 @@ class SimWorld {
       coordinator.set_inquiries(this);
     }
     void ask(int global_rank, const Inquiry& inquiry) override;
+    void tell(int global_rank, const Notice& notice) override;
     void ask_report(int global_rank, const ReportInquiry& inquiry) override;
     void send_report(int global_rank, uint64_t report_number, const std::string& report) override;
     int rank() const override { return number; }
