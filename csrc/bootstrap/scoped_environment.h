@@ -4,9 +4,11 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
+#include <cstring>
+#include <list>
 #include <map>
-#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -40,45 +42,61 @@ inline std::vector<std::string> names_of(bool (*matches)(std::string_view)) {
   return names;
 }
 
+// setenv() frees the array that other threads may be reading in getenv(), and programs do call that while MPI starts in
+// the background (seen as a crash in getenv, once in fifty starts). So every change is a new array that takes the old
+// one's place at once, and neither arrays nor entries are ever freed.
 class ScopedEnvironment {
  public:
   ScopedEnvironment() {
     for (std::string& name : names_of(is_mpi_variable)) found_.insert(std::move(name));
   }
   ~ScopedEnvironment() {
-    for (const std::string& name : names_of(is_mpi_variable)) {
-      if (found_.count(name) == 0) unsetenv(name.c_str());
+    std::vector<char*> entries;
+    for (char** entry = environ; *entry != nullptr; ++entry) {
+      const std::string name = name_in(*entry);
+      if (before_.count(name) == 0 && (!is_mpi_variable(name) || found_.count(name) > 0)) entries.push_back(*entry);
     }
-    for (const auto& [name, value] : before_) {
-      if (value) setenv(name.c_str(), value->c_str(), 1);
-      else unsetenv(name.c_str());
-    }
+    for (const auto& [name, entry] : before_)
+      if (entry != nullptr) entries.push_back(entry);
+    publish(std::move(entries));
   }
   ScopedEnvironment(const ScopedEnvironment&) = delete;
   ScopedEnvironment& operator=(const ScopedEnvironment&) = delete;
 
   void set(const std::string& name, const std::string& value) {
-    remember(name);
-    setenv(name.c_str(), value.c_str(), 1);
+    std::vector<char*> entries = without([&](std::string_view other) { return other == name; });
+    before_.try_emplace(name, nullptr);
+    entries.push_back(strdup((name + "=" + value).c_str()));
+    publish(std::move(entries));
   }
   void set_default(const std::string& name, const std::string& value) {
     if (std::getenv(name.c_str()) == nullptr) set(name, value);
   }
   // Hides every variable whose name `matches`.
-  void hide(bool (*matches)(std::string_view)) {
-    for (const std::string& name : names_of(matches)) {
-      remember(name);
-      unsetenv(name.c_str());
-    }
-  }
+  void hide(bool (*matches)(std::string_view)) { publish(without(matches)); }
 
  private:
-  void remember(const std::string& name) {
-    const char* value = std::getenv(name.c_str());
-    before_.try_emplace(name, value == nullptr ? std::nullopt : std::optional<std::string>(value));
+  static std::string name_in(const char* entry) { return {entry, strcspn(entry, "=")}; }
+  // The entries but those whose name `matches`, which are remembered.
+  template <typename Matches>
+  std::vector<char*> without(Matches matches) {
+    std::vector<char*> entries;
+    for (char** entry = environ; *entry != nullptr; ++entry) {
+      const std::string name = name_in(*entry);
+      if (matches(name)) before_.try_emplace(name, *entry);
+      else entries.push_back(*entry);
+    }
+    return entries;
   }
+  static void publish(std::vector<char*> entries) {
+    static auto* const kept = new std::list<std::vector<char*>>();
+    entries.push_back(nullptr);
+    kept->push_back(std::move(entries));
+    std::atomic_ref(environ).store(kept->back().data(), std::memory_order_release);
+  }
+
   std::set<std::string> found_;
-  std::map<std::string, std::optional<std::string>> before_;
+  std::map<std::string, char*> before_;  // entries that were changed or hidden; null: there was none
 };
 
 }  // namespace multicomm::bootstrap
