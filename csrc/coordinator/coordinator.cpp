@@ -109,7 +109,8 @@ bool Coordinator::step(Clock::time_point now) {
 
 bool Coordinator::active() const { return unfinished() > 0 || has_inbox(); }
 
-int Coordinator::dead_member(const GroupInfo& info) const {
+int Coordinator::dead_member(const GroupInfo& info, const Operation* waiting) const {
+  if (waiting != nullptr && now_ - waiting->submitted < kDeathGrace) return -1;
   for (const auto& [rank, since] : deaths_)
     if (now_ - since >= kDeathGrace && std::find(info.ranks.begin(), info.ranks.end(), rank) != info.ranks.end())
       return rank;

@@ -458,6 +458,13 @@ void GroupState::inspect(const Waiting& waiting, Operation::Clock::time_point no
                                std::chrono::duration_cast<std::chrono::seconds>(waited)));
 }
 
+void GroupState::set_timeout(std::chrono::milliseconds timeout) {
+  take_submissions();
+  for_unfinished([&](const OperationPtr& o, bool) {
+    if (!o->own_deadline) o->deadline = o->submitted + timeout;
+  });
+}
+
 void GroupState::check_deadlines(Operation::Clock::time_point now) {
   Waiting oldest[2], late;
   for_unfinished([&](const OperationPtr& o, bool agreed) {
@@ -465,9 +472,12 @@ void GroupState::check_deadlines(Operation::Clock::time_point now) {
     if (!first.operation || o->ticket < first.operation->ticket) first = {o, agreed};
     if (!late.operation && o->deadline < now) late = {o, agreed};
   });
-  if (const int dead = coordinator_.dead_member(info_); dead >= 0) {
-    for (const Waiting& waiting : oldest)
-      if (waiting.operation) return give_up(peer_died_error(info_, dead, *waiting.operation));
+  for (const Waiting& waiting : oldest) {
+    if (!waiting.operation) continue;
+    // The dead may have sent before their end what is received only now; a collective cannot do without them.
+    const bool message = is_point_to_point(waiting.operation->descriptor.kind);
+    const int dead = coordinator_.dead_member(info_, message ? waiting.operation.get() : nullptr);
+    if (dead >= 0) return give_up(peer_died_error(info_, dead, *waiting.operation));
   }
   for (const Waiting& waiting : oldest) {
     // One operation at a time: asking about two in turn, none would ever have its answers.

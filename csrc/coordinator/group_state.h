@@ -67,6 +67,8 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   // on offered operations get their real input.
   void give_up(ErrorPtr error);
   void check_deadlines(Operation::Clock::time_point now);
+  // Also for what waits already.
+  void set_timeout(std::chrono::milliseconds timeout);
   uint64_t identity() const { return channel_ ? channel_->identity() : 0; }  // 0: not made yet
   OperationPtr oldest_unfinished() const;
   void answered(int global_rank, const Answer& answer);

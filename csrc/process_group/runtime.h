@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -28,9 +29,11 @@ class Runtime {
 
   // A group whose communicator is made in the background.
   GroupPtr make_group(GroupInfo info, mpi::GroupRequest request);
-  // Waits, bounded, until the group's operations are done, then tells its members that this rank leaves.
+  // Waits, bounded, until the group's operations are done, then tells its members that this rank leaves. Groups that
+  // are left one after the other share the bound: torch destroys them so.
   void leave_group(const GroupPtr& group, std::chrono::milliseconds bound);
   void abort_group(const GroupPtr& group, const std::string& reason);
+  void set_timeout(const GroupPtr& group, std::chrono::milliseconds timeout);
   // At the end of the process: leaves all groups, waits for the peers within the setting's bound, ends threads and MPI.
   // Idempotent, never throws, never hangs. `failed`: this process ends by an error, so its peers are not waited for.
   static void end_process(bool failed) noexcept;
@@ -44,6 +47,7 @@ class Runtime {
   void check_process() const;
   void start_inquiries();
   void shutdown(bool failed) noexcept;
+  bool can_part(const GroupState& group) const;
 
   const int pid_;
   mpi::Shared shared_;
@@ -53,6 +57,10 @@ class Runtime {
   std::unique_ptr<mpi::Inquiries> inquiries_;  // driver; null before MPI is up
   mpi::GroupMaker maker_;
   std::atomic<bool> shut_down_{false};
+
+  std::mutex leave_mutex_;
+  Operation::Clock::time_point leave_until_{};  // guarded by leave_mutex_
+  std::atomic<bool> left_work_{false};          // some group was left with work that nobody came for
 };
 
 }  // namespace multicomm
