@@ -1,25 +1,28 @@
-"""Pins how processes end while something is under way: by an exception, sys.exit, a signal, destroy or abort, on one rank
-or on all. Whatever the way, the process is gone within five seconds, the interpreter's own end included, with the exit
-code and the words that Python gives it; and whoever waits for it hears of it as soon, and of whom.
+"""Pins how processes end while something is under way: by an exception, sys.exit, a signal, destroy or abort, on one
+rank or on all. Whatever the way, the process is gone within five seconds, the interpreter's own end included, with the
+exit code and the words that Python gives it; and whoever waits for it hears of it as soon, and of whom.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import BACKEND, needs_multicomm, raises
-from harness.by_hand import ended, happens, launch_ranks, side
+from harness.by_hand import WAYS_TO_CRASH, ended, happens, launch_ranks, side
 from harness.checks import check_sum
-from harness.jobs import say
+from harness.jobs import launch, say
+from harness.two_hosts import two_hosts, why_not
 
 pytestmark = needs_multicomm("waits for its time-out, which is 30 minutes")
 SOON = 5.0  # seconds
@@ -209,3 +212,135 @@ def test_a_rank_that_goes_with_work_pending(tmp_path: Path, way: Body, code: int
     ranks.check({0: code, 1: 0, 2: 0}, {0: SOON})
     ranks.job.says("rank 1 was told", 1)
     assert words in ranks.job.output, ranks.job.output
+
+
+# --- what the others still have from a rank that is gone ---
+
+
+def sends_before_it_goes() -> None:
+    rank, store = join()
+    data = torch.full((4,), 7.0 * rank)
+    if rank == 1:
+        dist.send(data, 0)
+        happens()
+        os._exit(0)
+    store.wait([ended(1)])
+    time.sleep(2)  # it has been known to be gone for long
+    dist.recv(data, 1)
+    assert (data == 7).all()
+    told(lambda: dist.recv(data, 1), r"\brank 1\b")
+    say("has what was sent")
+
+
+def test_what_was_sent_before_the_end_arrives(tmp_path: Path) -> None:
+    ranks = launch_ranks(sends_before_it_goes, 2, tmp_path)
+    ranks.check({0: 0, 1: 0}, {})
+    ranks.job.says("has what was sent", 1)
+
+
+# --- ranks that are stopped ---
+
+
+def stops_while_a_group_is_made() -> None:
+    """Rank 1 has announced {0, 1}, so rank 0 begins to make it, and waits inside MPI for rank 1."""
+    rank, store = join()
+    limit = timedelta(seconds=3)
+    if rank == 1:
+        dist.new_group([0, 1], use_local_synchronization=True)
+        time.sleep(1)  # announced by then
+        store.set("1 stops", "1")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 0:
+        store.wait(["1 stops"])
+        time.sleep(0.3)
+        stuck = dist.new_group([0, 1], use_local_synchronization=True, timeout=limit)
+        work = dist.all_reduce(torch.ones(4), group=stuck, async_op=True)
+    for size in BOTH:
+        for _ in range(2):
+            group = dist.new_group([0, 2], use_local_synchronization=True)
+            check_sum(group, size)
+            dist.destroy_process_group(group)
+    if rank == 0:
+        raises(work.wait, "a sum with the stopped rank", dist.DistBackendError, "stopped")
+        happens()
+    say(f"rank {rank} goes on")
+
+
+def test_a_stopped_rank_does_not_hold_up_the_making_of_groups(tmp_path: Path) -> None:
+    ranks = launch_ranks(stops_while_a_group_is_made, 3, tmp_path)
+    ranks.check({0: 0, 1: -signal.SIGKILL, 2: 0}, {0: SOON})
+    ranks.job.says(" goes on", 2)
+
+
+# --- two hosts, where each rank's host tells the other's ---
+
+
+def one_of_another_host_goes(go: Body) -> None:
+    rank, store = join()
+    without = dist.new_group([0, 1, 3])
+    gone = 2  # the first of the second host
+    if rank == gone:
+        store.wait([f"{r} waits" for r in (0, 1, 3)])
+        time.sleep(0.3)
+        happens()
+        go()
+        return
+    store.set(f"{rank} waits", "1")
+    told(lambda: dist.all_reduce(torch.ones(BOTH[rank % 2])), r"\brank 2\b")
+    for size in BOTH:
+        check_sum(without, size)
+    say(f"rank {rank} was told")
+
+
+def is_killed_on_its_host() -> None:
+    one_of_another_host_goes(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def fails_on_its_host() -> None:
+    one_of_another_host_goes(fail)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize(
+    ("way", "code"), [(is_killed_on_its_host, -signal.SIGKILL), (fails_on_its_host, 1)], ids=["killed", "raises"]
+)
+def test_whoever_waits_on_another_host_is_told(tmp_path: Path, way: Body, code: int) -> None:
+    with two_hosts() as hosts:
+        ranks = launch_ranks(way, 4, tmp_path, hosts=hosts)
+    ranks.check({0: 0, 1: 0, 2: code, 3: 0}, {2: SOON})
+    ranks.job.says(" was told", 3)
+
+
+# --- torchrun is told to end ---
+
+
+def launcher_ends(number: int) -> None:
+    """All ranks wait for rank 2, which tells their launcher to end."""
+    rank, store = join()
+    if rank < 2:
+        store.set(f"{rank} waits", "1")
+        dist.all_reduce(torch.ones(BOTH[rank]))
+    store.wait(["0 waits", "1 waits"])
+    time.sleep(0.3)
+    say(f"it happens at {time.monotonic()}")
+    os.killpg(os.getpgid(os.getppid()), number)
+    time.sleep(30)
+
+
+def launcher_is_terminated() -> None:
+    launcher_ends(signal.SIGTERM)
+
+
+def launcher_is_interrupted() -> None:
+    launcher_ends(signal.SIGINT)
+
+
+@pytest.mark.parametrize("way", [launcher_is_terminated, launcher_is_interrupted], ids=name)
+def test_a_launcher_that_is_told_to_end(tmp_path: Path, way: Body) -> None:
+    job = launch(way, 3, tmp_path).check(ok=False)
+    happened = re.search(r"it happens at ([\d.]+)", job.output)
+    assert happened, job.output
+    took = job.ended - float(happened.group(1))
+    assert took < SOON, f"the job ended {took:.1f} s after the signal\n{job.output}"
+    for way_to_crash in WAYS_TO_CRASH:
+        assert way_to_crash not in job.output, job.output

@@ -12,7 +12,6 @@ namespace multicomm {
 
 namespace {
 constexpr std::chrono::milliseconds kDeadlineCheck{50};
-constexpr std::chrono::milliseconds kDeathGrace{1000};
 }  // namespace
 
 Coordinator::Coordinator(Settings settings, Progress& progress, CompletionSink& sink)
@@ -109,10 +108,9 @@ bool Coordinator::step(Clock::time_point now) {
 
 bool Coordinator::active() const { return unfinished() > 0 || has_inbox(); }
 
-int Coordinator::dead_member(const GroupInfo& info, const Operation* waiting) const {
-  if (waiting != nullptr && now_ - waiting->submitted < kDeathGrace) return -1;
-  for (const auto& [rank, since] : deaths_)
-    if (now_ - since >= kDeathGrace && std::find(info.ranks.begin(), info.ranks.end(), rank) != info.ranks.end())
+int Coordinator::dead_member(const GroupInfo& info, std::chrono::milliseconds since) const {
+  for (const auto& [rank, learned] : deaths_)
+    if (now_ - learned >= since && std::find(info.ranks.begin(), info.ranks.end(), rank) != info.ranks.end())
       return rank;
   return -1;
 }

@@ -62,9 +62,8 @@ class Coordinator final : public InquirySink {
   void close(GroupState& group);
   void set_inquiries(InquiryPlane* plane) { inquiries_ = plane; }
   InquiryPlane* inquiries() { return inquiries_; }  // null where nobody can be asked
-  // A member that has been dead for a while, or -1. What it did before its end may still be on its way at first; so may
-  // it be to `waiting`, if this rank has come for it only now.
-  int dead_member(const GroupInfo& info, const Operation* waiting) const;
+  // A member that has been known to be dead for that long, or -1.
+  int dead_member(const GroupInfo& info, std::chrono::milliseconds since) const;
   Answer answer(const Inquiry& inquiry) override;
   void answered(int global_rank, const Answer& answer) override;
 

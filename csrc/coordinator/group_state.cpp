@@ -10,6 +10,13 @@
 #include "coordinator/inline_payload.h"
 
 namespace multicomm {
+namespace {
+
+// What the dead did before their end may still be on its way at first.
+constexpr std::chrono::milliseconds kDeathGrace{1000};
+constexpr std::chrono::seconds kWordOfDeath{3};
+
+}  // namespace
 
 GroupState::GroupState(Coordinator& coordinator, GroupInfo info) : coordinator_(coordinator), info_(std::move(info)) {
   round_done_.group = this;
@@ -236,7 +243,8 @@ void GroupState::launch_batches(const std::vector<OperationPtr>& operations) {
     flight.batch = std::move(batch);
     flight.self = std::prev(batches_.end());
     if (broken_) {
-      for (const OperationPtr& operation : flight.batch.operations) abandon(operation, failure());
+      if (const ErrorPtr error = failure())
+        for (const OperationPtr& operation : flight.batch.operations) abandon(operation, error);
       continue;
     }
     guarded([&] { channel_->data().launch(flight.batch, flight); });
@@ -244,11 +252,14 @@ void GroupState::launch_batches(const std::vector<OperationPtr>& operations) {
 }
 
 void GroupState::on_batch(BatchInFlight& flight, const std::string* error) {
-  const ErrorPtr failure = error == nullptr ? nullptr : broken_error(info_, *error);
   const auto operations = std::move(flight.batch.operations);
   batches_.erase(flight.self);  // `flight` is gone from here on
-  for (const OperationPtr& operation : operations) settle(operation, failure);
-  if (error != nullptr) broken(*error);
+  if (error == nullptr) {
+    for (const OperationPtr& operation : operations) settle(operation, nullptr);
+  } else {
+    stranded_.insert(stranded_.end(), operations.begin(), operations.end());
+    broken(*error);
+  }
   if (all_left_) coordinator_.make_ready(*this);
 }
 
@@ -367,6 +378,7 @@ void GroupState::give_up(ErrorPtr error) {
   // Also when the group was given up or left before: what it left in flight then has a caller that waits for it.
   take_submissions();
   fail_pending(error);
+  for (const OperationPtr& operation : std::exchange(stranded_, {})) settle(operation, error);
   for (BatchInFlight& flight : batches_)
     for (const OperationPtr& operation : flight.batch.operations) abandon(operation, error);
   for (const OperationPtr& operation : posted_messages_) abandon(operation, error);
@@ -374,8 +386,20 @@ void GroupState::give_up(ErrorPtr error) {
 }
 
 void GroupState::broken(const std::string& what) {
-  broken_ = true;
-  give_up(broken_error(info_, what));
+  if (!std::exchange(broken_, true)) broken_why_ = what;
+  // A connection breaks before the word of its peer's death is round, which says whose.
+  if (coordinator_.inquiries() == nullptr || failure()) explain_broken(Operation::Clock::time_point::max());
+}
+
+// Names the member whose death broke the transport, or else, in a while, what the transport has said.
+void GroupState::explain_broken(Operation::Clock::time_point now) {
+  if (broken_since_ == Operation::Clock::time_point{}) broken_since_ = now;
+  OperationPtr oldest = oldest_unfinished();
+  const int dead = coordinator_.dead_member(info_, std::chrono::milliseconds(0));
+  if (dead >= 0 && oldest) give_up(peer_died_error(info_, dead, *oldest));
+  else if (now - broken_since_ >= kWordOfDeath || now == Operation::Clock::time_point::max())
+    give_up(broken_error(info_, broken_why_));
+  else return;
   announce_failure_ = false;  // there is no way left to tell
 }
 
@@ -412,6 +436,7 @@ void GroupState::for_unfinished(Use use) const {
       if (!operation->abandoned) use(operation, agreed);
   };
   for (const BatchInFlight& flight : batches_) each(flight.batch.operations, true);
+  each(stranded_, true);
   each(pending_, false);
   each(messages_, false);
   each(posted_messages_, false);
@@ -466,6 +491,7 @@ void GroupState::set_timeout(std::chrono::milliseconds timeout) {
 }
 
 void GroupState::check_deadlines(Operation::Clock::time_point now) {
+  if (broken_ && !failure()) explain_broken(now);
   Waiting oldest[2], late;
   for_unfinished([&](const OperationPtr& o, bool agreed) {
     Waiting& first = oldest[is_point_to_point(o->descriptor.kind) ? 1 : 0];
@@ -476,7 +502,8 @@ void GroupState::check_deadlines(Operation::Clock::time_point now) {
     if (!waiting.operation) continue;
     // The dead may have sent before their end what is received only now; a collective cannot do without them.
     const bool message = is_point_to_point(waiting.operation->descriptor.kind);
-    const int dead = coordinator_.dead_member(info_, message ? waiting.operation.get() : nullptr);
+    if (message && now - waiting.operation->submitted < kDeathGrace) continue;
+    const int dead = coordinator_.dead_member(info_, kDeathGrace);
     if (dead >= 0) return give_up(peer_died_error(info_, dead, *waiting.operation));
   }
   for (const Waiting& waiting : oldest) {

@@ -122,6 +122,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void abandon(const OperationPtr& operation, const ErrorPtr& error);
   void fail_pending(const ErrorPtr& error);
   void broken(const std::string& what);
+  void explain_broken(Operation::Clock::time_point now);
   template <typename Start>
   void guarded(Start start);
 
@@ -150,8 +151,11 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   bool leaving_ = false;
   bool creation_failed_ = false;
   bool all_left_ = false;
-  bool broken_ = false;            // the transport failed: nothing more is started
-  bool announce_failure_ = false;  // peers have not been told yet that this rank gave the group up
+  bool broken_ = false;     // the transport failed: nothing more is started
+  std::string broken_why_;  // until it is known whether a member has died
+  Operation::Clock::time_point broken_since_{};
+  std::vector<OperationPtr> stranded_;  // of failed batches, until then
+  bool announce_failure_ = false;       // peers have not been told yet that this rank gave the group up
   bool waits_for_memory_ = false;
   ErrorPtr preparation_failed_;
   Stall stalls_[2] = {Stall(0), Stall(1)};  // of collectives, of messages

@@ -24,7 +24,7 @@ _BODY, _WORLD, _HOSTS = "TEST_BODY", "TEST_WORLD", "TEST_HOSTS"
 _PORT = 29513  # where several hosts have to know it
 _LIMIT = 50.0
 _STORE_LIMIT = timedelta(seconds=30)
-_WAYS_TO_CRASH = ("terminate called", "core dumped", "Segmentation fault", "Fatal Python error")
+WAYS_TO_CRASH = ("terminate called", "core dumped", "Segmentation fault", "Fatal Python error")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Ranks:
     def check(self, codes: dict[int, int], within: dict[int, float]) -> None:
         """Fails the test unless the ranks ended with these codes, in these times where given, and none by a crash."""
         late = {rank: self.seconds[rank] for rank, limit in within.items() if self.seconds.get(rank, limit) > limit}
-        crashed = [way for way in _WAYS_TO_CRASH if way in self.job.output]
+        crashed = [way for way in WAYS_TO_CRASH if way in self.job.output]
         if self.codes != codes or late or crashed:
             text = f"exit codes {self.codes}, expected {codes}; too late: {late}; crashed: {crashed}"
             pytest.fail(f"{text}\n{self.job.output[-6000:]}", pytrace=False)

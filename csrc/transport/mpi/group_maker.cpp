@@ -24,7 +24,8 @@ constexpr std::chrono::microseconds kLongestPause = 10ms;
 constexpr std::chrono::microseconds kSpin = 100us;  // for MPI, before the naps
 constexpr std::chrono::microseconds kNap = 50us;
 constexpr std::chrono::milliseconds kMakingPatience = 1s;  // for members that are all known to be there
-constexpr int64_t kTags = 32'767;                          // MPI guarantees tags up to this
+constexpr int64_t kGivenUp = -1;   // minus the group rank of who did it, in place of a place in the order
+constexpr int64_t kTags = 32'767;  // MPI guarantees tags up to this
 
 std::string members_text(const std::vector<int>& ranks) {
   uint64_t hash = ranks.size();
@@ -245,19 +246,33 @@ void GroupMaker::run() {
   changed_.notify_all();
 }
 
-// Announces the group, and reads its place in the order once it is complete. False when it has failed.
+// Announces the group, and reads its place in the order once it is complete, or who has given it up. False when it has
+// failed.
 bool GroupMaker::look(Pending& pending) {
   try {
     if (pending.keys.empty()) {
       ensure_started(pending.request.world);
       announce(pending);
     }
-    if (pending.order == 0) pending.order = pending.request.world.store->add(pending.keys + "order", 0);
-    if (pending.order != 0 || Clock::now() < pending.deadline) return true;
-    pending.request.failed("not every rank of the group has made it within its time-out: " + missing_members(pending) +
-                               " did not come (they have not called new_group for these ranks, or fewer times than the "
-                               "others)",
-                           true);
+    auto& store = *pending.request.world.store;
+    if (pending.order == 0) pending.order = store.add(pending.keys + "order", 0);
+    if (pending.order == 0 && Clock::now() >= pending.deadline) {
+      const std::string missing = missing_members(pending);
+      if (settle(pending, kGivenUp - pending.request.rank)) {
+        pending.request.failed("not every rank of the group has made it within its time-out: " + missing +
+                                   " did not come (they have not called new_group for these ranks, or fewer times than "
+                                   "the others)",
+                               true);
+        return false;
+      }
+    }
+    if (pending.order > kGivenUp) return true;
+    const int rank = pending.request.ranks[static_cast<size_t>(kGivenUp - pending.order)];
+    const std::string missing = missing_members(pending);
+    pending.request.failed(
+        "rank " + std::to_string(rank) + " has given it up, since " +
+            (missing.empty() ? "a member did not come in time (by now all have)" : missing + " did not come in time"),
+        false);
   } catch (const std::exception& error) {
     pending.request.failed(error.what(), false);
   }
@@ -277,8 +292,16 @@ void GroupMaker::announce(Pending& pending) {
   store.set(pending.keys + "member/" + self, "1");
   if (store.add(pending.keys + "members", 1) != static_cast<int64_t>(ranks.size())) return;
   // The last one to come draws the group's place in the order in which complete groups are made.
-  pending.order = store.add(bootstrap::attempt_prefix() + "group/order", 1);
-  store.add(pending.keys + "order", pending.order);
+  settle(pending, store.add(bootstrap::attempt_prefix() + "group/order", 1));
+}
+
+// Complete or given up: one of them for all members, so that whoever comes late does not begin what the others have
+// given up, and the next group of these members finds all of them at the same count. False when it was settled before.
+bool GroupMaker::settle(Pending& pending, int64_t order) {
+  auto& store = *pending.request.world.store;
+  if (store.add(pending.keys + "settled", 1) != 1) return false;
+  pending.order = store.add(pending.keys + "order", order);
+  return true;
 }
 
 // Makes the complete groups in their order. All ranks go by the same order, so of all groups being made the first is
@@ -362,13 +385,14 @@ MPI_Comm GroupMaker::parent_of(const std::vector<int>& ranks, int tag) {
   return parents_[ranks] = made;
 }
 
+// "rank 1, 2"; empty when nobody is missing.
 std::string GroupMaker::missing_members(Pending& pending) const {
   std::string text;
   for (size_t r = 0; r < pending.request.ranks.size(); ++r) {
     if (pending.request.world.store->check(pending.keys + "member/" + std::to_string(r))) continue;
-    text += (text.empty() ? "" : ", ") + std::to_string(pending.request.ranks[r]);
+    text += (text.empty() ? "rank " : ", ") + std::to_string(pending.request.ranks[r]);
   }
-  return "rank " + text;
+  return text;
 }
 
 void GroupMaker::stop(std::chrono::milliseconds bound, bool work_pending) {

@@ -51,7 +51,7 @@ class GroupMaker {
     GroupRequest request;
     std::string keys;  // prefix of this creation's keys; empty until announced
     std::chrono::steady_clock::time_point deadline;
-    int64_t order = 0;  // place among complete groups; 0 until all members have come
+    int64_t order = 0;  // place among complete groups; 0 until all members have come, below when it is given up
   };
 
   class MakingState;
@@ -61,6 +61,7 @@ class GroupMaker {
   void ensure_started(const bootstrap::WorldRequest& request);
   bool look(Pending& pending);
   void announce(Pending& pending);
+  bool settle(Pending& pending, int64_t order);
   bool make_complete();
   bool make_one(Pending pending);  // false when it is left to its thread
   MPI_Comm parent_of(const std::vector<int>& ranks, int tag);
