@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import time
@@ -42,7 +43,9 @@ class Data:
     def __init__(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> None:
         self.tensors = [torch.empty(shape) for shape in shapes]
         self.factor, self.sum_of_factors = rank + 1, size * (size + 1) // 2
-        self.pattern = torch.arange(max(t.numel() for t in self.tensors) + len(shapes)).remainder_(1009).float()
+        self.pattern = (
+            torch.arange(max((t.numel() for t in self.tensors), default=0) + len(shapes)).remainder_(1009).float()
+        )
 
     def expected(self, index: int, factor: int) -> Tensor:
         tensor = self.tensors[index]
@@ -196,6 +199,25 @@ class Bench:
     def big(self) -> None:
         self.one_by_one("big", [(64 * 2**20 // 4,)], 21)
 
+    def new_group(self, *, use: bool) -> None:
+        """A group of all ranks, made as torch's default options make it, used once or not at all, and destroyed."""
+
+        def make(backend: str) -> None:
+            handle = dist.new_group(backend=backend)
+            if use:
+                dist.all_reduce(data.tensors[0], group=handle)
+            dist.destroy_process_group(handle)
+
+        data = self.data([(16,)])
+        contenders = {who: functools.partial(make, who) for who in ("multicomm", "gloo")}
+        self.run("new_group_used" if use else "new_group_alone", contenders, data if use else Data([], 0, 1), 31)
+
+    def new_group_used(self) -> None:
+        self.new_group(use=True)
+
+    def new_group_alone(self) -> None:
+        self.new_group(use=False)
+
     def idle(self) -> None:
         """Share of a core that the busier of the processes uses while its program does nothing."""
         dist.barrier()
@@ -216,7 +238,16 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("multicomm")
     bench = Bench(args.quick)
-    for name in ("sync_1k", "storm", "storm_two_groups", "resnet50", "big", "idle"):
+    for name in (
+        "sync_1k",
+        "storm",
+        "storm_two_groups",
+        "resnet50",
+        "big",
+        "new_group_used",
+        "new_group_alone",
+        "idle",
+    ):
         if args.only in (None, name):
             getattr(bench, name)()
     if dist.get_rank() == 0:
