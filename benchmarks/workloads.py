@@ -74,6 +74,8 @@ def busy_seconds() -> float | None:
 class Bench:
     """Times contenders in turn and checks what they computed."""
 
+    BOTH = ("multicomm", "gloo")
+
     def __init__(self, quick: bool) -> None:
         self.quick = quick
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -109,7 +111,15 @@ class Bench:
         else:
             dist.barrier(group=self.gloo[0] if who == "gloo" else None)
 
-    def run(self, name: str, contenders: dict[str, Work], data: Data, repetitions: int, inner: int = 1) -> None:
+    def run(
+        self,
+        name: str,
+        contenders: dict[str, Work],
+        data: Data,
+        repetitions: int,
+        inner: int = 1,
+        after: Work | None = None,
+    ) -> None:
         """Repetitions of all contenders in turn; a time is the slowest rank's, divided by `inner`."""
         repetitions = max(5, repetitions // 3) if self.quick else repetitions
         names = list(contenders)
@@ -124,6 +134,8 @@ class Bench:
                 contenders[who]()
                 took = (time.perf_counter() - start) / inner
                 data.check(f"{name}, {who}")
+                if after is not None:
+                    after()
                 if repetition > 0:  # the first one warms up
                     times[who].append(took)
         wall = time.perf_counter() - wall
@@ -199,24 +211,28 @@ class Bench:
     def big(self) -> None:
         self.one_by_one("big", [(64 * 2**20 // 4,)], 21)
 
-    def new_group(self, *, use: bool) -> None:
-        """A group of all ranks, made as torch's default options make it, used once or not at all, and destroyed."""
+    def new_group_used(self) -> None:
+        """A group of all ranks and the first operation on it; destroyed after the clock has stopped."""
+        data = self.data([(16,)])
+        handles: list[dist.ProcessGroup] = []
 
         def make(backend: str) -> None:
-            handle = dist.new_group(backend=backend)
-            if use:
-                dist.all_reduce(data.tensors[0], group=handle)
-            dist.destroy_process_group(handle)
+            handles.append(dist.new_group(backend=backend))
+            dist.all_reduce(data.tensors[0], group=handles[0])
 
-        data = self.data([(16,)])
-        contenders = {who: functools.partial(make, who) for who in ("multicomm", "gloo")}
-        self.run("new_group_used" if use else "new_group_alone", contenders, data if use else Data([], 0, 1), 31)
+        def destroy() -> None:
+            dist.destroy_process_group(handles.pop())
 
-    def new_group_used(self) -> None:
-        self.new_group(use=True)
+        self.run("new_group_used", {who: functools.partial(make, who) for who in self.BOTH}, data, 31, after=destroy)
 
     def new_group_alone(self) -> None:
-        self.new_group(use=False)
+        """A group of all ranks, destroyed without having been used."""
+
+        def make(backend: str) -> None:
+            dist.destroy_process_group(dist.new_group(backend=backend))
+
+        nothing = Data([], self.rank, self.size)
+        self.run("new_group_alone", {who: functools.partial(make, who) for who in self.BOTH}, nothing, 31)
 
     def idle(self) -> None:
         """Share of a core that the busier of the processes uses while its program does nothing."""

@@ -160,19 +160,20 @@ class Usage:
     files: int
     threads: int
     mappings: int
-    shared: int  # entries in /dev/shm, of all processes
+    shared: int  # of the mappings, those of entries in /dev/shm
     handles: int  # of MPI: the number that the next communicator gets
 
     @staticmethod
     def now() -> Usage:
         gc.collect()
+        mappings = Path("/proc/self/maps").read_text().splitlines()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return Usage(
             pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
             len(os.listdir("/proc/self/fd")),
             len(os.listdir("/proc/self/task")),
-            len(Path("/proc/self/maps").read_text().splitlines()),
-            len(os.listdir("/dev/shm")),
+            len(mappings),
+            sum("/dev/shm/" in mapping for mapping in mappings),
             _next_handle(),
         )
 
