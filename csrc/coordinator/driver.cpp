@@ -35,7 +35,7 @@ void Driver::Backoff::wait() {
     return;
   }
   tries_ = spins_ + 1'000'000;
-  std::this_thread::sleep_for(pause_);
+  driver_.nap(pause_);
   pause_ = std::min<std::chrono::microseconds>(pause_ * 3 / 2, kLongestPause);
 }
 
@@ -54,7 +54,18 @@ bool Driver::try_step() {
   return lock.owns_lock() && coordinator_.step(Clock::now());
 }
 
+void Driver::nap(std::chrono::microseconds pause) {
+  std::unique_lock lock(sleep_mutex_);
+  napping_.fetch_add(1);
+  nap_ended_.wait_for(lock, pause);
+  napping_.fetch_sub(1);
+}
+
 void Driver::wake() {
+  if (napping_.load() > 0) {
+    const std::lock_guard lock(sleep_mutex_);
+    nap_ended_.notify_all();
+  }
   if (!asleep_.load()) return;
   {
     const std::lock_guard lock(sleep_mutex_);
@@ -71,7 +82,7 @@ void Driver::pace() {
 }
 
 void Driver::run() {
-  Backoff backoff(oversubscribed_);
+  Backoff backoff(*this);
   auto idle_since = Clock::now();
   while (!stopping_.load()) {
     // A waiting caller drives: two pollers would only take the lock and the core from each other.

@@ -29,7 +29,8 @@ class Driver {
   // GIL and without any lock of ours. `check` is called now and then and may throw.
   template <typename Ready>
   bool wait_until(Ready ready, Clock::time_point deadline, const std::function<void()>& check = {});
-  // Tells the thread that something was submitted for which no caller is about to wait.
+  // Tells the thread that something was submitted for which no caller is about to wait, and callers that nap between
+  // their looks that there is something to do.
   void wake();
   // After a submission: slows a submitter down that is far ahead of its peers (MULTICOMM_QUEUE_OPERATIONS) by a few
   // steps, never by a wait for somebody (two ranks that fill their queues in different groups would wait for each
@@ -42,12 +43,13 @@ class Driver {
   // From spinning over yielding to short sleeps. When ranks outnumber cores, spinning only keeps the peer from running.
   class Backoff {
    public:
-    explicit Backoff(bool oversubscribed) : spins_(oversubscribed ? 0 : kSpins) {}
+    explicit Backoff(Driver& driver) : driver_(driver), spins_(driver.oversubscribed_ ? 0 : kSpins) {}
     void reset();
     void wait();
 
    private:
     static constexpr int kSpins = 200;
+    Driver& driver_;
     const int spins_;
     int tries_ = 0;
     std::chrono::microseconds pause_{0};
@@ -71,6 +73,7 @@ class Driver {
 
   void run();
   bool try_step();
+  void nap(std::chrono::microseconds pause);  // until wake(), at most
 
   Coordinator& coordinator_;
   CompletionQueue& completions_;
@@ -79,6 +82,8 @@ class Driver {
 
   std::mutex sleep_mutex_;
   std::condition_variable sleep_changed_;
+  std::condition_variable nap_ended_;
+  std::atomic<int> napping_{0};
   std::atomic<bool> asleep_{false};
   std::atomic<bool> stopping_{false};
   std::atomic<int> waiters_{0};
@@ -89,7 +94,7 @@ template <typename Ready>
 bool Driver::wait_until(Ready ready, Clock::time_point deadline, const std::function<void()>& check) {
   {
     const Waiting waiting(*this);
-    Backoff backoff(oversubscribed_);
+    Backoff backoff(*this);
     int tries = 0;
     while (!ready()) {
       if (try_step()) {

@@ -1,6 +1,7 @@
 #include "transport/mpi/group_maker.h"
 
 #include <pthread.h>
+#include <sys/prctl.h>
 
 #include <algorithm>
 #include <atomic>
@@ -21,8 +22,9 @@ using Clock = std::chrono::steady_clock;
 constexpr size_t kSettingsBytes = 512;
 constexpr std::chrono::microseconds kShortestPause = 100us;  // between two looks into the store
 constexpr std::chrono::microseconds kLongestPause = 10ms;
-constexpr std::chrono::microseconds kSpin = 100us;  // for MPI, before the naps
-constexpr std::chrono::microseconds kNap = 50us;
+constexpr std::chrono::microseconds kSpin = 300us;  // for MPI, before the naps
+constexpr std::chrono::microseconds kNap = 20us;
+constexpr unsigned long kTimerSlack = 1000;                // ns; a nap takes 50 us longer by default
 constexpr std::chrono::milliseconds kMakingPatience = 1s;  // for members that are all known to be there
 constexpr int64_t kGivenUp = -1;   // minus the group rank of who did it, in place of a place in the order
 constexpr int64_t kTags = 32'767;  // MPI guarantees tags up to this
@@ -92,44 +94,60 @@ void wait_for(MPI_Request& request) {
   }
 }
 
-MPI_Comm duplicate(MPI_Comm communicator) {
-  MPI_Comm made = MPI_COMM_NULL;
-  MPI_Request request = MPI_REQUEST_NULL;
-  check(MPI_Comm_idup(communicator, &made, &request), "MPI_Comm_idup");
-  wait_for(request);
-  check(MPI_Comm_set_errhandler(made, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
-  return made;
-}
+// A duplicate under way.
+class Duplicate {
+ public:
+  explicit Duplicate(MPI_Comm communicator) {
+    check(MPI_Comm_idup(communicator, made_.get(), &request_), "MPI_Comm_idup");
+  }
+  ~Duplicate() {
+    if (request_ != MPI_REQUEST_NULL) (void)made_.release();  // another call has failed, and MPI may still write
+  }
+  Duplicate(const Duplicate&) = delete;
+  Duplicate& operator=(const Duplicate&) = delete;
+  MPI_Comm get() {
+    wait_for(request_);
+    check(MPI_Comm_set_errhandler(*made_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+    return *made_;
+  }
+
+ private:
+  std::unique_ptr<MPI_Comm> made_ = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
+  MPI_Request request_ = MPI_REQUEST_NULL;
+};
 
 // `parent`: a communicator of just these members.
 std::shared_ptr<Channel> make_channel(const GroupRequest& request, MPI_Comm parent, uint64_t identity, Shared& shared) {
   const size_t size = request.ranks.size();
-  MPI_Comm control = duplicate(parent);
+  MPI_Comm control = Duplicate(parent).get();
+  // Meanwhile. Not of `control`: a duplicate is several collectives, of which the later ones start when MPI likes.
+  Duplicate data(parent);
   std::unique_ptr<shm::Segment> segment;
   Introduction mine{};
   std::memcpy(mine.settings, request.shared_settings.data(),
               std::min(request.shared_settings.size(), kSettingsBytes - 1));
-  mine.host = text_hash(bootstrap::host_identity());
+  static const uint64_t host = text_hash(bootstrap::host_identity());
+  mine.host = host;
   if (request.rank == 0 && size > 1) segment = shm::Segment::create(size);
   if (segment) mine.memory = segment->address();
   std::vector<Introduction> all(size);
   MPI_Request introduced = MPI_REQUEST_NULL;
   check(MPI_Iallgather(&mine, sizeof(mine), MPI_BYTE, all.data(), sizeof(mine), MPI_BYTE, control, &introduced),
         "MPI_Iallgather");
-  // Meanwhile. Not from `control`: a duplicate is several collectives, of which the later ones start when MPI likes.
-  MPI_Comm data = duplicate(parent);
   wait_for(introduced);
-  compare_settings(all, request.ranks);
   // Memory that all members share, where they are on one host and it can be had: on all of them alike, or on none.
   if (!on_one_host(all) || all[0].memory.pid == 0) segment.reset();
   else if (request.rank != 0) segment = shm::Segment::open(all[0].memory, size);
   int mapped = segment ? 1 : 0;
   MPI_Request agreed = MPI_REQUEST_NULL;
   check(MPI_Iallreduce(MPI_IN_PLACE, &mapped, 1, MPI_INT, MPI_MIN, control, &agreed), "MPI_Iallreduce");
+  MPI_Comm data_communicator = data.get();
   wait_for(agreed);
+  compare_settings(all, request.ranks);  // with nothing in flight any more
   if (mapped == 0) segment.reset();
   else segment->close_descriptor();
-  return std::make_shared<MpiChannel>(control, data, shared, std::move(segment), request.largest_count, identity);
+  return std::make_shared<MpiChannel>(control, data_communicator, shared, std::move(segment), request.largest_count,
+                                      identity);
 }
 
 }  // namespace
@@ -206,6 +224,7 @@ void GroupMaker::ensure_started(const bootstrap::WorldRequest& request) {
 
 void GroupMaker::run() {
   pthread_setname_np(pthread_self(), "mc-maker");
+  prctl(PR_SET_TIMERSLACK, kTimerSlack);
   auto pause = kShortestPause;
   std::unique_lock lock(mutex_);
   while (!stopping_) {
@@ -350,6 +369,7 @@ bool GroupMaker::make_one(Pending pending) {
   const int tag = static_cast<int>(kTags - 1 - pending.order % kTags);
   auto making = std::make_shared<MakingState>(std::move(pending.request), pending.deadline);
   const auto make = [making, tag, identity = text_hash(pending.keys), this] {
+    prctl(PR_SET_TIMERSLACK, kTimerSlack);
     try {
       making->made(make_channel(making->request, parent_of(making->request.ranks, tag), identity, shared_));
     } catch (const std::exception& error) {
