@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: all demo test lint bench simulate fuzz fuzz-targets peer-suite test-gpu clean
+.PHONY: all demo test lint bench simulate fuzz fuzz-targets soak peer-suite test-gpu clean
 
 all: $(VENV)/.built
 
@@ -138,6 +138,10 @@ lint: all $(VENV)/.test-tools
 
 bench: all $(VENV)/.test-tools
 	$(BIN)/python benchmarks/bench.py --plot build/bench/results.png
+
+# Thousands of groups, made one after the other and all at once: what they leave behind. A minute or two.
+soak: all $(VENV)/.test-tools
+	MULTICOMM_TEST_SOAK=1 $(BIN)/python -m pytest tests/test_groups.py -k thousands
 
 # torch's own distributed tests, which ship in its wheel: 4 to 8 seconds each. TESTS narrows them: TESTS="-k all_reduce"
 peer-suite: all $(VENV)/.test-tools

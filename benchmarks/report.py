@@ -33,6 +33,8 @@ TARGETS = {
     "storm_two_groups": Target("the same, alternating over two groups", gloo=15),
     "resnet50": Target("ResNet-50's 161 gradients, async", gloo=3, mpi=1.3),
     "big": Target("all_reduce 64 MiB", mpi=1.0),
+    "new_group_used": Target("new_group and one all_reduce", gloo=1),
+    "new_group_alone": Target("new_group and destroy, unused", gloo=1),
     "idle": Target("idle after init (share of a core)"),
 }
 

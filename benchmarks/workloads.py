@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import time
@@ -42,7 +43,9 @@ class Data:
     def __init__(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> None:
         self.tensors = [torch.empty(shape) for shape in shapes]
         self.factor, self.sum_of_factors = rank + 1, size * (size + 1) // 2
-        self.pattern = torch.arange(max(t.numel() for t in self.tensors) + len(shapes)).remainder_(1009).float()
+        self.pattern = (
+            torch.arange(max((t.numel() for t in self.tensors), default=0) + len(shapes)).remainder_(1009).float()
+        )
 
     def expected(self, index: int, factor: int) -> Tensor:
         tensor = self.tensors[index]
@@ -70,6 +73,8 @@ def busy_seconds() -> float | None:
 
 class Bench:
     """Times contenders in turn and checks what they computed."""
+
+    BOTH = ("multicomm", "gloo")
 
     def __init__(self, quick: bool) -> None:
         self.quick = quick
@@ -106,7 +111,15 @@ class Bench:
         else:
             dist.barrier(group=self.gloo[0] if who == "gloo" else None)
 
-    def run(self, name: str, contenders: dict[str, Work], data: Data, repetitions: int, inner: int = 1) -> None:
+    def run(
+        self,
+        name: str,
+        contenders: dict[str, Work],
+        data: Data,
+        repetitions: int,
+        inner: int = 1,
+        after: Work | None = None,
+    ) -> None:
         """Repetitions of all contenders in turn; a time is the slowest rank's, divided by `inner`."""
         repetitions = max(5, repetitions // 3) if self.quick else repetitions
         names = list(contenders)
@@ -121,6 +134,8 @@ class Bench:
                 contenders[who]()
                 took = (time.perf_counter() - start) / inner
                 data.check(f"{name}, {who}")
+                if after is not None:
+                    after()
                 if repetition > 0:  # the first one warms up
                     times[who].append(took)
         wall = time.perf_counter() - wall
@@ -196,6 +211,29 @@ class Bench:
     def big(self) -> None:
         self.one_by_one("big", [(64 * 2**20 // 4,)], 21)
 
+    def new_group_used(self) -> None:
+        """A group of all ranks and the first operation on it; destroyed after the clock has stopped."""
+        data = self.data([(16,)])
+        handles: list[dist.ProcessGroup] = []
+
+        def make(backend: str) -> None:
+            handles.append(dist.new_group(backend=backend))
+            dist.all_reduce(data.tensors[0], group=handles[0])
+
+        def destroy() -> None:
+            dist.destroy_process_group(handles.pop())
+
+        self.run("new_group_used", {who: functools.partial(make, who) for who in self.BOTH}, data, 31, after=destroy)
+
+    def new_group_alone(self) -> None:
+        """A group of all ranks, destroyed without having been used."""
+
+        def make(backend: str) -> None:
+            dist.destroy_process_group(dist.new_group(backend=backend))
+
+        nothing = Data([], self.rank, self.size)
+        self.run("new_group_alone", {who: functools.partial(make, who) for who in self.BOTH}, nothing, 31)
+
     def idle(self) -> None:
         """Share of a core that the busier of the processes uses while its program does nothing."""
         dist.barrier()
@@ -216,7 +254,16 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("multicomm")
     bench = Bench(args.quick)
-    for name in ("sync_1k", "storm", "storm_two_groups", "resnet50", "big", "idle"):
+    for name in (
+        "sync_1k",
+        "storm",
+        "storm_two_groups",
+        "resnet50",
+        "big",
+        "new_group_used",
+        "new_group_alone",
+        "idle",
+    ):
         if args.only in (None, name):
             getattr(bench, name)()
     if dist.get_rank() == 0:

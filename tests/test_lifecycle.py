@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -104,20 +105,34 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     job.ends_within(40)
 
 
-def dies_in_its_first_life() -> None:
+def ends_badly_in_its_first_life(end: Callable[[], None]) -> None:
     dist.init_process_group(BACKEND, timeout=LONG_WAIT)
-    check_sum()
+    group = dist.new_group([0, 1])
+    check_sum(group)
     if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-    check_sum(size=50_000)
+        end()
+    for handle in (None, group):
+        check_sum(handle, size=50_000)
     dist.barrier()
     dist.destroy_process_group()
     say(f"done in life {os.environ['TORCHELASTIC_RESTART_COUNT']}")
 
 
+def dies_in_its_first_life() -> None:
+    ends_badly_in_its_first_life(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def raises_in_its_first_life() -> None:
+    def end() -> None:
+        raise ArithmeticError("planned failure")
+
+    ends_badly_in_its_first_life(end)
+
+
 @unless_gloo("finds the addresses of the dead ranks in the store again")
-def test_a_job_that_is_restarted(tmp_path: Path) -> None:
-    job = launch(dies_in_its_first_life, 2, tmp_path, "--max-restarts", "1").check()
+@pytest.mark.parametrize("life", [dies_in_its_first_life, raises_in_its_first_life], ids=["killed", "raises"])
+def test_a_job_that_is_restarted(tmp_path: Path, life: Callable[[], None]) -> None:
+    job = launch(life, 2, tmp_path, "--max-restarts", "1").check()
     job.says("done in life 1", 2)
 
 

@@ -11,6 +11,7 @@ constexpr size_t kManyReleases = 64;
 constexpr int64_t kMuchMemory = 1 << 20;
 constexpr size_t kMostThreads = 32;  // nested waits deeper than this are not a program's intention
 constexpr std::chrono::milliseconds kPatience{2};
+constexpr std::chrono::hours kNoBound{24};
 
 void finalize_all(std::vector<OperationPtr>& operations) {
   for (OperationPtr& operation : operations) {
@@ -52,7 +53,7 @@ bool CompletionQueue::tend() {
   return true;
 }
 
-CompletionQueue::~CompletionQueue() { stop(); }
+CompletionQueue::~CompletionQueue() { stop(kNoBound); }
 
 void CompletionQueue::completed(OperationPtr operation) {
   bool notify;
@@ -99,7 +100,7 @@ void CompletionQueue::run() {
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [&] { return !callbacks_.empty() || flush_ || stopping_; });
-    if (callbacks_.empty() && releases_.empty() && stopping_) return;
+    if (callbacks_.empty() && releases_.empty() && stopping_) break;
     // One at a time: what is taken along waits behind a callback that blocks.
     if (!callbacks_.empty()) {
       taken.push_back(std::move(callbacks_.front()));
@@ -118,17 +119,24 @@ void CompletionQueue::run() {
     lock.lock();
     ++served_;
   }
+  ++ended_;
+  changed_.notify_all();
 }
 
-void CompletionQueue::stop() {
+void CompletionQueue::stop(std::chrono::milliseconds bound) {
   std::vector<std::thread> threads;
+  bool all = true;
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     stopping_ = true;
     threads.swap(threads_);
+    changed_.notify_all();
+    all = changed_.wait_for(lock, bound, [&] { return ended_ >= threads.size(); });
   }
-  changed_.notify_all();
-  for (std::thread& thread : threads) thread.join();
+  for (std::thread& thread : threads) {
+    if (all) thread.join();
+    else thread.detach();
+  }
 }
 
 }  // namespace multicomm

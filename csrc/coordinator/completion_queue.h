@@ -28,7 +28,9 @@ class CompletionQueue final : public CompletionSink {
   // Called by the coordinator now and then: starts another thread when callbacks wait behind one that does not return.
   // True while callbacks wait.
   bool tend();
-  void stop();
+  // Ends the threads. One that is in a callback which does not return within `bound` is left there: user code must not
+  // hold up the end of the process.
+  void stop(std::chrono::milliseconds bound);
 
  private:
   void run();
@@ -45,6 +47,7 @@ class CompletionQueue final : public CompletionSink {
   uint64_t seen_served_ = 0;                             // the coordinator's
   std::chrono::steady_clock::time_point stuck_since_{};  // the coordinator's
   std::vector<std::thread> threads_;                     // guarded by mutex_
+  size_t ended_ = 0;                                     // guarded by mutex_; of the threads
   std::atomic<bool> nonempty_{false};
   std::atomic<bool> callbacks_waiting_{false};
 };

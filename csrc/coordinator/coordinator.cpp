@@ -110,9 +110,9 @@ bool Coordinator::step(Clock::time_point now) {
 
 bool Coordinator::active() const { return unfinished() > 0 || has_inbox(); }
 
-int Coordinator::dead_member(const GroupInfo& info) const {
-  for (const auto& [rank, since] : deaths_)
-    if (now_ - since >= kGrace && std::find(info.ranks.begin(), info.ranks.end(), rank) != info.ranks.end())
+int Coordinator::dead_member(const GroupInfo& info, std::chrono::milliseconds since) const {
+  for (const auto& [rank, learned] : deaths_)
+    if (now_ - learned >= since && std::find(info.ranks.begin(), info.ranks.end(), rank) != info.ranks.end())
       return rank;
   return -1;
 }

@@ -69,8 +69,8 @@ class Coordinator final : public InquirySink {
   void close(GroupState& group);
   void set_inquiries(InquiryPlane* plane) { inquiries_ = plane; }
   InquiryPlane* inquiries() { return inquiries_; }  // null where nobody can be asked
-  // A member that has been dead for kGrace, or -1.
-  int dead_member(const GroupInfo& info) const;
+  // A member that has been known to be dead for that long, or -1.
+  int dead_member(const GroupInfo& info, std::chrono::milliseconds since) const;
   // What a member that has given the group up has said of it, maybe before this rank had it; or null.
   const Notice* notice_of(uint64_t group) const;
   Clock::time_point checked_at() const { return now_; }

@@ -62,7 +62,8 @@ class BasicDriver {
   // GIL and without any lock of ours. `check` is called now and then and may throw.
   template <typename Ready>
   bool wait_until(Ready ready, Clock::time_point deadline, const std::function<void()>& check = {});
-  // Tells the thread that something was submitted for which no caller is about to wait.
+  // Tells the thread that something was submitted for which no caller is about to wait, and callers that nap between
+  // their looks that there is something to do.
   void wake();
   // After a submission: slows a submitter down that is far ahead of its peers (MULTICOMM_QUEUE_OPERATIONS) by a few
   // steps, never by a wait for somebody (two ranks that fill their queues in different groups would wait for each
@@ -84,7 +85,7 @@ class BasicDriver {
   // From spinning over yielding to short sleeps. When ranks outnumber cores, spinning only keeps the peer from running.
   class Backoff {
    public:
-    explicit Backoff(bool oversubscribed) : spins_(oversubscribed ? 0 : kSpins) {}
+    explicit Backoff(BasicDriver& driver) : driver_(driver), spins_(driver.oversubscribed_ ? 0 : kSpins) {}
     void reset() {
       tries_ = 0;
       pause_ = kShortestPause;
@@ -93,6 +94,7 @@ class BasicDriver {
 
    private:
     static constexpr int kSpins = 200;
+    BasicDriver& driver_;
     const int spins_;
     int tries_ = 0;
     std::chrono::microseconds pause_{0};
@@ -118,6 +120,7 @@ class BasicDriver {
 
   void run();
   bool try_step();
+  void nap(std::chrono::microseconds pause);  // until wake(), at most
 
   Coordinator& coordinator_;
   Completions& completions_;
@@ -126,6 +129,8 @@ class BasicDriver {
 
   typename Platform::Mutex sleep_mutex_;
   typename Platform::ConditionVariable sleep_changed_;
+  typename Platform::ConditionVariable nap_ended_;
+  std::atomic<int> napping_{0};
   std::atomic<bool> asleep_{false};
   std::atomic<bool> stopping_{false};
   std::atomic<int> waiters_{0};
@@ -139,7 +144,7 @@ template <typename Ready>
 bool BasicDriver<Platform>::wait_until(Ready ready, Clock::time_point deadline, const std::function<void()>& check) {
   {
     const Waiting waiting(*this);
-    Backoff backoff(oversubscribed_);
+    Backoff backoff(*this);
     int tries = 0;
     while (!ready()) {
       if (try_step()) {
@@ -171,7 +176,7 @@ void BasicDriver<Platform>::Backoff::wait() {
     return;
   }
   tries_ = spins_ + 1'000'000;
-  Platform::sleep_for(pause_);
+  driver_.nap(pause_);
   pause_ = std::min<std::chrono::microseconds>(pause_ * 3 / 2, kLongestPause);
 }
 
@@ -184,7 +189,19 @@ bool BasicDriver<Platform>::try_step() {
 }
 
 template <typename Platform>
+void BasicDriver<Platform>::nap(std::chrono::microseconds pause) {
+  std::unique_lock lock(sleep_mutex_);
+  napping_.fetch_add(1);
+  nap_ended_.wait_for(lock, pause);
+  napping_.fetch_sub(1);
+}
+
+template <typename Platform>
 void BasicDriver<Platform>::wake() {
+  if (napping_.load() > 0) {
+    const std::lock_guard lock(sleep_mutex_);
+    nap_ended_.notify_all();
+  }
   if (!asleep_.load()) return;
   {
     const std::lock_guard lock(sleep_mutex_);
@@ -203,7 +220,7 @@ void BasicDriver<Platform>::pace() {
 
 template <typename Platform>
 void BasicDriver<Platform>::run() {
-  Backoff backoff(oversubscribed_);
+  Backoff backoff(*this);
   auto idle_since = Platform::now();
   while (!stopping_.load()) {
     // A waiting caller drives: two pollers would only take the lock and the core from each other.

@@ -13,6 +13,11 @@
 #include "coordinator/received.h"
 
 namespace multicomm {
+namespace {
+
+constexpr std::chrono::seconds kWordOfDeath{3};  // how long a broken transport waits to hear whose death it was
+
+}  // namespace
 
 GroupState::GroupState(Coordinator& coordinator, GroupInfo info) : coordinator_(coordinator), info_(std::move(info)) {
   round_done_.group = this;
@@ -76,7 +81,7 @@ void GroupState::advance() {
   take_submissions();
   if (const ErrorPtr error = failure()) fail_pending(error);  // submitted while the group was given up
   waits_for_memory_ = false;
-  if (announce_failure_ || broken_) tell_peers();
+  if ((announce_failure_ || broken_) && failure()) tell_peers();
   if (all_left_) return close_if_over();  // here, and not where the transport reports an end: it is still at work there
   if (!channel_ || broken_) return;
   guarded([&] {
@@ -212,7 +217,7 @@ void GroupState::on_round(const std::string* error) {
 // Every member has read the same result, so every member starts the same here, before any further round.
 void GroupState::follow_up() {
   if (broken_) {
-    for (BatchInFlight* flight : std::exchange(unordered_, {})) end(*flight, failure());
+    for (BatchInFlight* flight : std::exchange(unordered_, {})) strand(*flight);
     return;
   }
   if (!unordered_.empty()) return start_order();
@@ -331,10 +336,7 @@ void GroupState::launch_batches(const std::vector<OperationPtr>& operations) {
 }
 
 void GroupState::launch(BatchInFlight& flight) {
-  if (broken_) {
-    for (const OperationPtr& operation : flight.batch.operations) abandon(operation, failure());
-    return;
-  }
+  if (broken_) return strand(flight);
   guarded([&] {
     if (flight.batch.descriptor().device == DeviceKind::kCpu) return channel_->data().launch(flight.batch, flight);
     if (channel_->device() == nullptr) throw std::runtime_error("this group moves no device tensors");
@@ -343,9 +345,20 @@ void GroupState::launch(BatchInFlight& flight) {
 }
 
 void GroupState::on_batch(BatchInFlight& flight, const std::string* error) {
-  end(flight, error == nullptr ? nullptr : broken_error(info_, *error));
-  if (error != nullptr && !device_stopped_) broken(*error);
+  if (error == nullptr || device_stopped_) {
+    end(flight, error == nullptr ? nullptr : broken_error(info_, *error));
+  } else {
+    strand(flight);
+    broken(*error);
+  }
   if (all_left_) coordinator_.make_ready(*this);
+}
+
+// Ends the batch with the error that the group is about to be given up with, or has been.
+void GroupState::strand(BatchInFlight& flight) {
+  if (const ErrorPtr error = failure()) return end(flight, error);
+  stranded_.insert(stranded_.end(), flight.batch.operations.begin(), flight.batch.operations.end());
+  batches_.erase(flight.self);
 }
 
 void GroupState::end(BatchInFlight& flight, const ErrorPtr& error) {
@@ -480,6 +493,7 @@ void GroupState::give_up(ErrorPtr error) {
   // Also when the group was given up or left before: what it left in flight then has a caller that waits for it.
   take_submissions();
   fail_pending(error);
+  for (const OperationPtr& operation : std::exchange(stranded_, {})) settle(operation, error);
   for (BatchInFlight& flight : batches_)
     for (const OperationPtr& operation : flight.batch.operations) abandon(operation, error);
   for (const OperationPtr& operation : posted_messages_) abandon(operation, error);
@@ -488,8 +502,20 @@ void GroupState::give_up(ErrorPtr error) {
 }
 
 void GroupState::broken(const std::string& what) {
-  broken_ = true;
-  give_up(broken_error(info_, what));
+  if (!std::exchange(broken_, true)) broken_why_ = what;
+  // A connection breaks before the word of its peer's death is round, which says whose.
+  if (coordinator_.inquiries() == nullptr || failure()) explain_broken(Operation::Clock::time_point::max());
+}
+
+// Names the member whose death broke the transport, or else, in a while, what the transport has said.
+void GroupState::explain_broken(Operation::Clock::time_point now) {
+  if (broken_since_ == Operation::Clock::time_point{}) broken_since_ = now;
+  OperationPtr oldest = oldest_unfinished();
+  const int dead = coordinator_.dead_member(info_, std::chrono::milliseconds(0));
+  if (dead >= 0 && oldest) give_up(peer_died_error(info_, dead, *oldest));
+  else if (now - broken_since_ >= kWordOfDeath || now == Operation::Clock::time_point::max())
+    give_up(broken_error(info_, broken_why_));
+  else return;
   announce_failure_ = false;  // there is no way left to tell
 }
 
@@ -528,6 +554,7 @@ void GroupState::for_unfinished(Use use) const {
       if (!operation->abandoned) use(operation, agreed);
   };
   for (const BatchInFlight& flight : batches_) each(flight.batch.operations, true);
+  each(stranded_, true);
   each(pending_, false);
   each(messages_, false);
   each(posted_messages_, false);
@@ -600,7 +627,15 @@ void GroupState::inspect(const Waiting& waiting, Operation::Clock::time_point no
                                std::chrono::duration_cast<std::chrono::seconds>(waited)));
 }
 
+void GroupState::set_timeout(std::chrono::milliseconds timeout) {
+  take_submissions();
+  for_unfinished([&](const OperationPtr& o, bool) {
+    if (!o->own_deadline) o->deadline = o->submitted + timeout;
+  });
+}
+
 void GroupState::check_deadlines(Operation::Clock::time_point now) {
+  if (broken_ && !failure()) explain_broken(now);
   Waiting oldest[2], late;
   for_unfinished([&](const OperationPtr& o, bool agreed) {
     Waiting& first = oldest[is_point_to_point(o->descriptor.kind) ? 1 : 0];
@@ -608,13 +643,16 @@ void GroupState::check_deadlines(Operation::Clock::time_point now) {
     // The oldest: what came after it may only be waiting for it.
     if (o->deadline < now && (!late.operation || o->ticket < late.operation->ticket)) late = {o, agreed};
   });
-  if (const int dead = coordinator_.dead_member(info_); dead >= 0) {
-    for (const Waiting& waiting : oldest)
-      if (waiting.operation) {
-        give_up(peer_died_error(info_, dead, *waiting.operation));
-        announce_failure_ = false;  // everybody learns of a death, and no round with the dead comes to its end
-        return;
-      }
+  for (const Waiting& waiting : oldest) {
+    if (!waiting.operation) continue;
+    // The dead may have sent before their end what is received only now; a collective cannot do without them.
+    const bool message = is_point_to_point(waiting.operation->descriptor.kind);
+    if (message && now - waiting.operation->submitted < Coordinator::kGrace) continue;
+    const int dead = coordinator_.dead_member(info_, Coordinator::kGrace);
+    if (dead < 0) continue;
+    give_up(peer_died_error(info_, dead, *waiting.operation));
+    announce_failure_ = false;  // everybody learns of a death, and no round with the dead comes to its end
+    return;
   }
   const bool told = given_up_by_ >= 0 && !device_stopped_;
   // In time, an operation that is only waiting for its members finds out by itself who is missing.

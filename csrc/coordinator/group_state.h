@@ -69,6 +69,8 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   // on offered operations get their real input.
   void give_up(ErrorPtr error);
   void check_deadlines(Operation::Clock::time_point now);
+  // Also for what waits already.
+  void set_timeout(std::chrono::milliseconds timeout);
   uint64_t identity() const { return channel_ ? channel_->identity() : 0; }  // 0: not made yet
   OperationPtr oldest_unfinished() const;
   GroupReport report(Operation::Clock::time_point now) const;
@@ -135,6 +137,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void on_piece_sizes();
   void on_batch(BatchInFlight& flight, const std::string* error);
   void end(BatchInFlight& flight, const ErrorPtr& error);
+  void strand(BatchInFlight& flight);
   size_t finish_inline(const std::vector<OperationPtr>& operations);
   void launch_batches(const std::vector<OperationPtr>& operations);
   void launch(BatchInFlight& flight);
@@ -145,6 +148,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void abandon(const OperationPtr& operation, const ErrorPtr& error);
   void fail_pending(const ErrorPtr& error);
   void broken(const std::string& what);
+  void explain_broken(Operation::Clock::time_point now);
   template <typename Start>
   void guarded(Start start);
 
@@ -182,8 +186,11 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   int given_up_by_ = -1;  // global rank of a member that has said so, outside the rounds
   std::string given_up_why_;
   Operation::Clock::time_point given_up_since_;
-  bool broken_ = false;            // the transport failed: nothing more is started
-  bool announce_failure_ = false;  // peers have not been told yet that this rank gave the group up
+  bool broken_ = false;     // the transport failed: nothing more is started
+  std::string broken_why_;  // until it is known whether a member has died
+  Operation::Clock::time_point broken_since_{};
+  std::vector<OperationPtr> stranded_;  // of failed batches, until then
+  bool announce_failure_ = false;       // peers have not been told yet that this rank gave the group up
   bool waits_for_memory_ = false;
   ErrorPtr preparation_failed_;
   Stall stalls_[2] = {Stall(0), Stall(1)};  // of collectives, of messages

@@ -70,7 +70,8 @@ class Operation {
   std::vector<MemoryRange> ranges;
   Clock::time_point submitted{};
   Clock::time_point deadline = Clock::time_point::max();
-  uint64_t sequence = 0;  // within the group: of collectives, or of point-to-point operations
+  bool own_deadline = false;  // else it follows the group's time-out
+  uint64_t sequence = 0;      // within the group: of collectives, or of point-to-point operations
 
   bool timed = false;  // asks for finished()
 

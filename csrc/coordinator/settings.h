@@ -16,7 +16,7 @@ struct Settings {
   bool strict_order = true;
   uint64_t chunk_elements = uint64_t{1} << 30;
   uint64_t queue_operations = 100'000;  // unfinished operations per process beyond which submission is slowed down
-  std::chrono::milliseconds shutdown_timeout{10'000};
+  std::chrono::milliseconds shutdown_timeout{3'000};
   std::chrono::milliseconds stall_warning{30'000};  // 0: none
   int inspect_signal = 0;                           // 0: none
 

@@ -9,7 +9,7 @@
 namespace multicomm {
 namespace {
 
-constexpr std::chrono::seconds kLeaveBound{3};
+constexpr std::chrono::seconds kLeaveBound{2};
 
 constexpr std::chrono::seconds kAnswerGrace{3};  // beyond the time-out, for what rank 0 says then
 constexpr int kShrinkAbort = 1;                  // torch.distributed's SHRINK_ABORT
@@ -21,7 +21,7 @@ int monitored_barrier_tag(int number) { return -2 - number % (1 << 30); }
 
 ProcessGroupMulticomm::ProcessGroupMulticomm(const GroupDescription& d,
                                              const c10::intrusive_ptr<MulticommOptions>& options)
-    : Backend(d.rank, d.size), description_(d), options_(options) {
+    : Backend(d.rank, d.size), description_(d), options_(options), timeout_(options->timeout) {
   bootstrap::check_launcher(d.world_rank, d.world_size);
   GroupInfo info;
   info.name = d.name;
@@ -53,7 +53,15 @@ int ProcessGroupMulticomm::global_rank(int64_t rank) const {
                                                                 : static_cast<int>(rank);
 }
 
-void ProcessGroupMulticomm::setTimeout(std::chrono::milliseconds timeout) { options_->timeout = timeout; }
+void ProcessGroupMulticomm::setTimeout(std::chrono::milliseconds timeout) {
+  timeout_.store(timeout);
+  Runtime::get().set_timeout(group_, timeout);
+}
+c10::intrusive_ptr<ProcessGroupMulticomm::Options> ProcessGroupMulticomm::getBackendOptions() {
+  auto options = c10::make_intrusive<MulticommOptions>(*options_);
+  options->timeout = timeout_.load();
+  return options;
+}
 uint64_t ProcessGroupMulticomm::getSequenceNumberForGroup() { return group_->sequence(); }
 
 c10d::ErrorType ProcessGroupMulticomm::getError() {
@@ -82,6 +90,7 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::message(OpKind 
   if (kind == OpKind::kSend) operation->add_input(tensor);
   else operation->add_output(tensor);
   operation->submitted = Operation::Clock::now();
+  operation->own_deadline = true;  // whoever waits for it withdraws it
   Runtime::get().coordinator().submit(group_, operation);
   return operation;
 }
@@ -95,7 +104,7 @@ void ProcessGroupMulticomm::finish_in_time(const TensorOperationPtr& operation, 
 }
 
 void ProcessGroupMulticomm::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
-  const auto timeout = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
+  const auto timeout = opts.timeout == c10d::kUnsetTimeout ? timeout_.load() : opts.timeout;
   const auto deadline = Operation::Clock::now() + timeout;
   const int tag = monitored_barrier_tag(monitored_barriers_.fetch_add(1));
   const Where where = at("monitored_barrier");
@@ -159,7 +168,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupMulticomm::derive(const c10::intru
   d.global_ranks = std::move(global_ranks);
   d.name = name;
   return c10::make_intrusive<ProcessGroupMulticomm>(
-      d, c10::make_intrusive<MulticommOptions>(opts ? opts->timeout : options_->timeout));
+      d, c10::make_intrusive<MulticommOptions>(opts ? opts->timeout : timeout_.load()));
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupMulticomm::split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -203,7 +212,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupMulticomm::merge(const c10::intrus
   store->set(key(rank), std::vector<uint8_t>(own.begin(), own.end()));
   std::vector<int> members;
   for (int r = 0; r < size; ++r) {
-    store->wait({key(r)}, opts ? opts->timeout : options_->timeout);
+    store->wait({key(r)}, opts ? opts->timeout : timeout_.load());
     const std::vector<uint8_t> text = store->get(key(r));
     members.push_back(std::stoi(std::string(text.begin(), text.end())));
   }
@@ -284,11 +293,11 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::submit(const Call& call,
     }
   }
   Runtime& runtime = Runtime::get();
-  const auto timeout = call.timeout == c10d::kUnsetTimeout ? options_->timeout : call.timeout;
   const auto now = Operation::Clock::now();
   for (const auto& operation : operations) {
     operation->submitted = now;
-    operation->deadline = now + timeout;
+    operation->own_deadline = call.timeout != c10d::kUnsetTimeout;
+    operation->deadline = now + (operation->own_deadline ? call.timeout : timeout_.load());
   }
   auto work = c10::make_intrusive<MulticommWork>(rank_, call.type, call.title, inputs, std::move(operations),
                                                  std::move(outputs));

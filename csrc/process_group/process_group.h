@@ -45,12 +45,13 @@ class ProcessGroupMulticomm final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "multicomm"; }
   // A copy: torch writes the new group's time-out and name into the parent's options when it splits.
-  c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<MulticommOptions>(*options_); }
+  c10::intrusive_ptr<Options> getBackendOptions() override;
   bool supportsCoalescing() const override { return true; }
   bool supportsSplitting() const override { return true; }
   bool supportsShrinking() const override { return true; }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
+  // Counts at once, also for operations that wait already, unless they have a time-out of their own.
   void setTimeout(std::chrono::milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}  // counted from 0 on every rank
   uint64_t getSequenceNumberForGroup() override;
@@ -144,6 +145,7 @@ class ProcessGroupMulticomm final : public c10d::Backend {
 
   const GroupDescription description_;
   const c10::intrusive_ptr<MulticommOptions> options_;
+  std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<bool> timing_{false};
   std::atomic<int> monitored_barriers_{0};
   using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;

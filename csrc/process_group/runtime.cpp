@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
@@ -111,8 +112,16 @@ GroupPtr Runtime::make_group(GroupInfo info, mpi::GroupRequest request) {
 
 void Runtime::leave_group(const GroupPtr& group, std::chrono::milliseconds bound) {
   if (getpid() != pid_ || group->closed()) return;
-  const auto deadline = Operation::Clock::now() + bound;
-  driver_.wait_until([&] { return !group->busy(); }, deadline);
+  if (bound.count() > 0 && group->busy()) {
+    Operation::Clock::time_point until;
+    {
+      const std::lock_guard lock(leave_mutex_);
+      const auto now = Operation::Clock::now();
+      if (now > leave_until_ + bound) leave_until_ = now + bound;
+      until = leave_until_;
+    }
+    if (!driver_.wait_until([&] { return !group->busy(); }, until)) left_work_.store(true);
+  }
   coordinator_.post([group] { group->leave(); });
   driver_.wake();
 }
@@ -123,36 +132,64 @@ void Runtime::abort_group(const GroupPtr& group, const std::string& reason) {
   driver_.wake();
 }
 
+void Runtime::set_timeout(const GroupPtr& group, std::chrono::milliseconds timeout) {
+  if (getpid() != pid_) return;
+  coordinator_.post([group, timeout] { group->set_timeout(timeout); });
+  driver_.wake();
+}
+
 void Runtime::end_process(bool failed) noexcept {
   if (Runtime* made = if_made()) return made->shutdown(failed);
   // MPI may have been started without a group, by init_method="mpi://".
   if (auto* mpi = bootstrap::MpiRuntime::current()) mpi->shutdown(Settings().shutdown_timeout, failed);
 }
 
+// Whether all its members can still take leave of each other.
+bool Runtime::can_part(const GroupState& group) const {
+  const auto* mpi = bootstrap::MpiRuntime::current();
+  const std::vector<int> dead = mpi == nullptr ? std::vector<int>() : mpi->dead_ranks();
+  const auto& ranks = group.info().ranks;
+  return std::find_first_of(ranks.begin(), ranks.end(), dead.begin(), dead.end()) == ranks.end();
+}
+
 void Runtime::shutdown(bool failed) noexcept {
   if (getpid() != pid_ || shut_down_.exchange(true)) return;
   try {
-    const auto bound = settings().shutdown_timeout;
-    bool healthy = !failed;
+    using std::chrono::milliseconds;
+    const milliseconds bound = settings().shutdown_timeout;
+    bool healthy = !failed && !left_work_.load();
     for (const GroupPtr& group : coordinator_.groups()) {
       const ErrorPtr failure = group->failure();
       if (failure && failure->kind != ErrorKind::kAborted && failure->kind != ErrorKind::kUsage) healthy = false;
+    }
+    // With a group given up its members may never come; the rest still gets a moment to part in order. Under an MPI
+    // launcher a rank that ends early waits for the others, since leaving without MPI_Finalize ends the job.
+    const milliseconds patience = !healthy                       ? std::min<milliseconds>(bound, kFailedBound)
+                                  : bootstrap::launched_by_mpi() ? std::max<milliseconds>(bound, kLauncherBound)
+                                                                 : bound;
+    const auto deadline = Operation::Clock::now() + patience;
+    const auto over = [&](const auto& is_over) {
+      const auto groups = coordinator_.groups();
+      return std::none_of(groups.begin(), groups.end(),
+                          [&](const GroupPtr& group) { return can_part(*group) && !is_over(*group); });
+    };
+    // What is under way and waited for by nobody gets its chance first, unless the program has failed.
+    if (healthy) {
+      const auto done = [&] { return over([](const GroupState& group) { return !group.busy(); }); };
+      driver_.wait_until(done, deadline - patience / 3);
+    }
+    for (const GroupPtr& group : coordinator_.groups()) {
       coordinator_.post([group] {
         if (!group->leaving()) group->leave();
       });
     }
-    // With a group given up its members may never come; the rest still gets a moment to part in order. Under an MPI
-    // launcher a rank that ends early waits for the others, since leaving without MPI_Finalize ends the job.
-    using std::chrono::milliseconds;
-    const milliseconds patience = !healthy                       ? std::min<milliseconds>(bound, kFailedBound)
-                                  : bootstrap::launched_by_mpi() ? std::max<milliseconds>(bound, kLauncherBound)
-                                                                 : bound;
-    const bool parted =
-        driver_.wait_until([&] { return coordinator_.groups().empty(); }, Operation::Clock::now() + patience);
+    driver_.wait_until([&] { return over([](const GroupState&) { return false; }); }, deadline);
+    const bool parted = coordinator_.groups().empty();
     inspection_.stop();
     driver_.stop();
-    completions_.stop();
-    maker_.stop(healthy ? bound : patience, !parted);
+    completions_.stop(kFailedBound);
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline - Operation::Clock::now());
+    maker_.stop(std::max<milliseconds>(left, std::min<milliseconds>(bound, kFailedBound)), !parted);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "multicomm: at shutdown: %s\n", error.what());
   }

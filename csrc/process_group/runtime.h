@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -30,9 +31,11 @@ class Runtime {
   GroupPtr make_group(GroupInfo info, mpi::GroupRequest request);
   // Starts MPI without a group.
   void start(bootstrap::WorldRequest request);
-  // Waits, bounded, until the group's operations are done, then tells its members that this rank leaves.
+  // Waits, bounded, until the group's operations are done, then tells its members that this rank leaves. Groups that
+  // are left one after the other share the bound: torch destroys them so.
   void leave_group(const GroupPtr& group, std::chrono::milliseconds bound);
   void abort_group(const GroupPtr& group, const std::string& reason);
+  void set_timeout(const GroupPtr& group, std::chrono::milliseconds timeout);
   // At the end of the process: leaves all groups, waits for the peers within the setting's bound, ends threads and MPI.
   // Idempotent, never throws, never hangs. `failed`: this process ends by an error, so its peers are not waited for.
   static void end_process(bool failed) noexcept;
@@ -46,6 +49,7 @@ class Runtime {
   void check_process() const;
   void start_inquiries();
   void shutdown(bool failed) noexcept;
+  bool can_part(const GroupState& group) const;
 
   const int pid_;
   mpi::Shared shared_;
@@ -56,6 +60,10 @@ class Runtime {
   Inspection inspection_;
   mpi::GroupMaker maker_;
   std::atomic<bool> shut_down_{false};
+
+  std::mutex leave_mutex_;
+  Operation::Clock::time_point leave_until_{};  // guarded by leave_mutex_
+  std::atomic<bool> left_work_{false};          // some group was left with work that nobody came for
 };
 
 }  // namespace multicomm

@@ -40,7 +40,7 @@ struct Rank {
   }
   ~Rank() {
     driver.stop();
-    completions.stop();
+    completions.stop(std::chrono::seconds(10));
   }
   CompletionQueue completions;
   Coordinator& coordinator;

@@ -29,6 +29,7 @@ class Job:
     returncode: int
     output: str
     seconds: float
+    ended: float  # as time.monotonic() of any process says it
 
     def check(self, *, ok: bool = True) -> Job:
         """Fails the test unless the job ended as it should."""
@@ -97,7 +98,8 @@ def launch(
     if not in_time:
         _kill(_processes(mark, sessions))
     codes = [process.wait() for process in processes]
-    job = Job(next((code for code in codes if code), 0), (folder / "output").read_text(errors="replace"), seconds)
+    code = next((code for code in codes if code), 0)
+    job = Job(code, (folder / "output").read_text(errors="replace"), seconds, begin + seconds)
     if not in_time:
         pytest.fail(f"the job did not end within {limit:g} s:\n{job.output[-6000:]}", pytrace=False)
     _check_nothing_is_left(mark, sessions, used, temporary, job.output)

@@ -1,14 +1,17 @@
 #include "transport/mpi/group_maker.h"
 
 #include <pthread.h>
+#include <sys/prctl.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
-#include "bootstrap/parse.h"
+#include "bootstrap/background.h"
+#include "bootstrap/host_identity.h"
 #include "coordinator/received.h"
 
 namespace multicomm::mpi {
@@ -20,6 +23,11 @@ using Clock = std::chrono::steady_clock;
 constexpr size_t kSettingsBytes = 512;
 constexpr std::chrono::microseconds kShortestPause = 100us;  // between two looks into the store
 constexpr std::chrono::microseconds kLongestPause = 10ms;
+constexpr std::chrono::microseconds kSpin = 300us;  // for MPI, before the naps
+constexpr std::chrono::microseconds kNap = 20us;
+constexpr unsigned long kTimerSlack = 1000;                // ns; a nap takes 50 us longer by default
+constexpr std::chrono::milliseconds kMakingPatience = 1s;  // for members that are all known to be there
+constexpr int64_t kGivenUp = -1;   // minus the group rank of who did it, in place of a place in the order
 constexpr int64_t kTags = 32'767;  // MPI guarantees tags up to this
 
 std::string members_text(const std::vector<int>& ranks) {
@@ -54,66 +62,139 @@ class CommGroup {
   MPI_Group group_ = MPI_GROUP_NULL;
 };
 
+// What each member tells the others on the new communicator.
+struct Introduction {
+  char settings[kSettingsBytes];
+  uint64_t host;                 // hash of its identity
+  shm::Segment::Address memory;  // the first member's; pid 0: none
+};
+
 // Members with different settings would plan different batches and exchange each other's data.
-void compare_settings(MPI_Comm communicator, const GroupRequest& request) {
-  char mine[kSettingsBytes] = {};
-  std::memcpy(mine, request.shared_settings.data(), std::min(request.shared_settings.size(), kSettingsBytes - 1));
-  std::vector<char> all(kSettingsBytes * request.ranks.size());
-  check(MPI_Allgather(mine, kSettingsBytes, MPI_BYTE, all.data(), kSettingsBytes, MPI_BYTE, communicator),
-        "MPI_Allgather");
+void compare_settings(const std::vector<Introduction>& all, const std::vector<int>& ranks) {
   std::string text;
   bool differ = false;
-  for (size_t r = 0; r < request.ranks.size(); ++r) {
-    const std::string theirs = text_in(all.data() + r * kSettingsBytes, kSettingsBytes);
-    differ = differ || theirs != text_in(mine, kSettingsBytes);
-    text += "\n  rank " + std::to_string(request.ranks[r]) + ": " + theirs;
+  const auto settings_of = [&](size_t r) { return text_in(all[r].settings, kSettingsBytes); };
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    differ = differ || settings_of(r) != settings_of(0);
+    text += "\n  rank " + std::to_string(ranks[r]) + ": " + settings_of(r);
   }
   if (differ) throw std::runtime_error("the ranks have different settings, which must be alike on all of them:" + text);
 }
 
-// Memory shared by all members, or null, on all of them alike, when they are not on one node or it cannot be had.
-std::unique_ptr<shm::Segment> make_segment(MPI_Comm communicator, int rank, int size) {
-  if (size == 1) return nullptr;
-  MPI_Comm node = MPI_COMM_NULL;
-  check(MPI_Comm_split_type(communicator, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &node), "MPI_Comm_split_type");
-  int local = 0;
-  MPI_Comm_size(node, &local);
-  MPI_Comm_free(&node);
-  std::unique_ptr<shm::Segment> segment;
-  shm::Segment::Address address{};
-  if (rank == 0 && local == size) {
-    segment = shm::Segment::create(static_cast<size_t>(size));
-    if (segment) address = segment->address();
-  }
-  check(MPI_Bcast(&address, sizeof(address), MPI_BYTE, 0, communicator), "MPI_Bcast");
-  if (rank != 0 && local == size && address.pid != 0) segment = shm::Segment::open(address, static_cast<size_t>(size));
-  int mapped = segment ? 1 : 0;
-  check(MPI_Allreduce(MPI_IN_PLACE, &mapped, 1, MPI_INT, MPI_MIN, communicator), "MPI_Allreduce");
-  if (mapped == 0) return nullptr;
-  segment->close_descriptor();
-  return segment;
+bool on_one_host(const std::vector<Introduction>& all) {
+  return std::all_of(all.begin(), all.end(), [&](const Introduction& each) { return each.host == all[0].host; });
 }
 
-void make_channel(const GroupRequest& request, MPI_Comm world, int tag, uint64_t identity, Shared& shared) {
-  try {
-    MPI_Comm control = MPI_COMM_NULL, data = MPI_COMM_NULL;
-    {
-      const CommGroup group(world, request.ranks);
-      check(MPI_Comm_create_group(world, group.get(), tag, &control), "MPI_Comm_create_group");
-    }
-    check(MPI_Comm_set_errhandler(control, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
-    compare_settings(control, request);
-    check(MPI_Comm_dup(control, &data), "MPI_Comm_dup");
-    check(MPI_Comm_set_errhandler(data, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
-    auto segment = make_segment(control, request.rank, static_cast<int>(request.ranks.size()));
-    request.made(
-        std::make_shared<MpiChannel>(control, data, shared, std::move(segment), request.largest_count, identity));
-  } catch (const std::exception& error) {
-    request.failed(error.what(), false);
+// MPI's own waits spin, and yield at best. Where ranks outnumber the cores, or other programs want them, that costs a
+// time slice for every message that a collective is made of; a thread that sleeps is woken at once.
+void wait_for(MPI_Request& request) {
+  const auto spin_until = Clock::now() + kSpin;
+  for (int done = 0;;) {
+    check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Test");
+    if (done != 0) return;
+    if (Clock::now() >= spin_until) std::this_thread::sleep_for(kNap);
   }
+}
+
+// A duplicate under way.
+class Duplicate {
+ public:
+  explicit Duplicate(MPI_Comm communicator) {
+    check(MPI_Comm_idup(communicator, made_.get(), &request_), "MPI_Comm_idup");
+  }
+  ~Duplicate() {
+    if (request_ != MPI_REQUEST_NULL) (void)made_.release();  // another call has failed, and MPI may still write
+  }
+  Duplicate(const Duplicate&) = delete;
+  Duplicate& operator=(const Duplicate&) = delete;
+  MPI_Comm get() {
+    wait_for(request_);
+    check(MPI_Comm_set_errhandler(*made_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+    return *made_;
+  }
+
+ private:
+  std::unique_ptr<MPI_Comm> made_ = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
+  MPI_Request request_ = MPI_REQUEST_NULL;
+};
+
+// `parent`: a communicator of just these members.
+std::shared_ptr<Channel> make_channel(const GroupRequest& request, MPI_Comm parent, uint64_t identity, Shared& shared) {
+  const size_t size = request.ranks.size();
+  MPI_Comm control = Duplicate(parent).get();
+  // Meanwhile. Not of `control`: a duplicate is several collectives, of which the later ones start when MPI likes.
+  Duplicate data(parent);
+  std::unique_ptr<shm::Segment> segment;
+  Introduction mine{};
+  std::memcpy(mine.settings, request.shared_settings.data(),
+              std::min(request.shared_settings.size(), kSettingsBytes - 1));
+  static const uint64_t host = text_hash(bootstrap::host_identity());
+  mine.host = host;
+  if (request.rank == 0 && size > 1) segment = shm::Segment::create(size);
+  if (segment) mine.memory = segment->address();
+  std::vector<Introduction> all(size);
+  MPI_Request introduced = MPI_REQUEST_NULL;
+  check(MPI_Iallgather(&mine, sizeof(mine), MPI_BYTE, all.data(), sizeof(mine), MPI_BYTE, control, &introduced),
+        "MPI_Iallgather");
+  wait_for(introduced);
+  // Memory that all members share, where they are on one host and it can be had: on all of them alike, or on none.
+  if (!on_one_host(all) || all[0].memory.pid == 0) segment.reset();
+  else if (request.rank != 0) segment = shm::Segment::open(all[0].memory, size);
+  int mapped = segment ? 1 : 0;
+  MPI_Request agreed = MPI_REQUEST_NULL;
+  check(MPI_Iallreduce(MPI_IN_PLACE, &mapped, 1, MPI_INT, MPI_MIN, control, &agreed), "MPI_Iallreduce");
+  MPI_Comm data_communicator = data.get();
+  wait_for(agreed);
+  compare_settings(all, request.ranks);  // with nothing in flight any more
+  if (mapped == 0) segment.reset();
+  else segment->close_descriptor();
+  return std::make_shared<MpiChannel>(control, data_communicator, shared, std::move(segment), request.largest_count,
+                                      identity);
 }
 
 }  // namespace
+
+// A group whose communicator is being made; shared with the thread that makes it.
+class GroupMaker::MakingState {
+ public:
+  MakingState(GroupRequest r, Clock::time_point deadline) : request(std::move(r)), deadline_(deadline) {}
+
+  void made(std::shared_ptr<Channel> channel) {
+    if (settle()) request.made(std::move(channel));  // too late, it is left alone: to free it takes all its members
+  }
+  void failed(const std::string& why, bool timed_out) {
+    if (settle()) request.failed(why, timed_out);
+  }
+  // The thread has returned from MPI.
+  void returns() {
+    const std::lock_guard lock(mutex_);
+    returned_ = true;
+    changed_.notify_all();
+  }
+  bool await(std::chrono::milliseconds patience) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, patience, [this] { return returned_; });
+  }
+  void check_deadline() {
+    if (Clock::now() < deadline_) return;
+    failed("its members had all called new_group, but not all of them took part in making it (stopped, or gone?)",
+           true);
+  }
+
+  const GroupRequest request;
+
+ private:
+  bool settle() {
+    const std::lock_guard lock(mutex_);
+    return !std::exchange(settled_, true);
+  }
+
+  const Clock::time_point deadline_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool settled_ = false;   // guarded by mutex_; the requester has been told
+  bool returned_ = false;  // guarded by mutex_
+};
 
 void GroupMaker::make(GroupRequest request) {
   const std::lock_guard lock(mutex_);
@@ -145,6 +226,7 @@ void GroupMaker::ensure_started(const bootstrap::WorldRequest& request) {
 
 void GroupMaker::run() {
   pthread_setname_np(pthread_self(), "mc-maker");
+  prctl(PR_SET_TIMERSLACK, kTimerSlack);
   auto pause = kShortestPause;
   std::unique_lock lock(mutex_);
   while (!stopping_) {
@@ -167,12 +249,14 @@ void GroupMaker::run() {
     }
     for (const auto& channel : to_free) static_cast<MpiChannel&>(*channel).free_communicators();
     pending_.remove_if([this](Pending& pending) { return !look(pending); });
-    const bool made = make_next();
+    const bool made = make_complete();
+    for (const Making& making : making_) making->check_deadline();
+    making_.remove_if([](const Making& making) { return making->await(0ms); });
     if (made || !fresh.empty()) pause = kShortestPause;
 
     lock.lock();
     const auto woken = [this] { return stopping_ || !requests_.empty() || !starts_.empty() || !to_free_.empty(); };
-    if (pending_.empty()) {
+    if (pending_.empty() && making_.empty()) {
       changed_.wait(lock, woken);
     } else if (!made) {
       changed_.wait_for(lock, pause, woken);
@@ -183,7 +267,8 @@ void GroupMaker::run() {
   changed_.notify_all();
 }
 
-// Announces the group, and reads its place in the order once it is complete. False when it has failed.
+// Announces the group, and reads its place in the order once it is complete, or who has given it up. False when it has
+// failed.
 bool GroupMaker::look(Pending& pending) {
   try {
     if (pending.keys.empty()) {
@@ -191,14 +276,24 @@ bool GroupMaker::look(Pending& pending) {
       announce(pending);
     }
     auto& store = *pending.request.world.store;
-    if (pending.order == 0 && store.check(pending.keys + "complete"))
-      pending.order = bootstrap::parse_number(store.get(pending.keys + "complete", 10s), 1, INT64_MAX,
-                                              "the group's place in the order of making");
-    if (pending.order != 0 || Clock::now() < pending.deadline) return true;
-    pending.request.failed("not every rank of the group has made it within its time-out: " + missing_members(pending) +
-                               " did not come (they have not called new_group for these ranks, or fewer times than the "
-                               "others)",
-                           true);
+    if (pending.order == 0) pending.order = store.add(pending.keys + "order", 0);
+    if (pending.order == 0 && Clock::now() >= pending.deadline) {
+      const std::string missing = missing_members(pending);
+      if (settle(pending, kGivenUp - pending.request.rank)) {
+        pending.request.failed("not every rank of the group has made it within its time-out: " + missing +
+                                   " did not come (they have not called new_group for these ranks, or fewer times than "
+                                   "the others)",
+                               true);
+        return false;
+      }
+    }
+    if (pending.order > kGivenUp) return true;
+    const int rank = pending.request.ranks[static_cast<size_t>(kGivenUp - pending.order)];
+    const std::string missing = missing_members(pending);
+    pending.request.failed(
+        "rank " + std::to_string(rank) + " has given it up, since " +
+            (missing.empty() ? "a member did not come in time (by now all have)" : missing + " did not come in time"),
+        false);
   } catch (const std::exception& error) {
     pending.request.failed(error.what(), false);
   }
@@ -215,48 +310,111 @@ void GroupMaker::announce(Pending& pending) {
   const std::string self = std::to_string(pending.request.rank);
   const std::string family = bootstrap::attempt_prefix() + "group/" + members_text(ranks) + "/";
   pending.keys = family + std::to_string(store.add(family + "made/" + self, 1)) + "/";
-  if (pending.request.rank == 0) {
-    // Distinguishes this creation from all others that share a rank with it.
-    const int64_t tag = next_tag_++ * pending.request.world.world_size + ranks.front();
-    store.set(pending.keys + "tag", std::to_string(tag % kTags));
-  }
   store.set(pending.keys + "member/" + self, "1");
   if (store.add(pending.keys + "members", 1) != static_cast<int64_t>(ranks.size())) return;
   // The last one to come draws the group's place in the order in which complete groups are made.
-  store.set(pending.keys + "complete", std::to_string(store.add(bootstrap::attempt_prefix() + "group/order", 1)));
+  settle(pending, store.add(bootstrap::attempt_prefix() + "group/order", 1));
 }
 
-// Makes the first complete group in the order. All ranks go by the same order, so of all groups being made the first is
-// always first for each of its members: nobody waits in a circle. A group whose members are all counted but whose place
-// is not published yet may come before; one that is not counted in full will draw a later place.
-bool GroupMaker::make_next() {
-  auto next = pending_.end();
-  for (auto it = pending_.begin(); it != pending_.end(); ++it) {
-    if (it->order != 0 && (next == pending_.end() || it->order < next->order)) next = it;
-  }
-  if (next == pending_.end()) return false;
-  try {
-    for (const Pending& other : pending_) {
-      const auto members = static_cast<int64_t>(other.request.ranks.size());
-      if (other.order == 0 && other.request.world.store->add(other.keys + "members", 0) == members) return false;
-    }
-    const std::string tag_text = next->request.world.store->get(next->keys + "tag", 10s);
-    const auto tag = static_cast<int>(bootstrap::parse_number(tag_text, 0, kTags - 1, "the tag of the group's making"));
-    make_channel(next->request, bootstrap::MpiRuntime::current()->world(), tag, text_hash(next->keys), shared_);
-  } catch (const std::exception& error) {
-    next->request.failed(error.what(), false);
-  }
-  pending_.erase(next);
+// Complete or given up: one of them for all members, so that whoever comes late does not begin what the others have
+// given up, and the next group of these members finds all of them at the same count. False when it was settled before.
+bool GroupMaker::settle(Pending& pending, int64_t order) {
+  auto& store = *pending.request.world.store;
+  if (store.add(pending.keys + "settled", 1) != 1) return false;
+  pending.order = store.add(pending.keys + "order", order);
   return true;
 }
 
+// Makes the complete groups in their order. All ranks go by the same order, so of all groups being made the first is
+// always first for each of its members: nobody waits in a circle. A group whose members are all counted but whose place
+// is not published yet may come before; one that is not counted in full will draw a later place.
+bool GroupMaker::make_complete() {
+  std::list<Pending> complete;
+  for (auto it = pending_.begin(); it != pending_.end();) {
+    const auto at = it++;
+    // Groups of the same members are duplicates of one communicator, hence made one after the other.
+    const bool waits = std::any_of(making_.begin(), making_.end(),
+                                   [&](const Making& making) { return making->request.ranks == at->request.ranks; });
+    if (at->order != 0 && !waits) complete.splice(complete.end(), pending_, at);
+  }
+  if (complete.empty()) return false;
+  const bool sure = std::none_of(pending_.begin(), pending_.end(), [](const Pending& other) {
+    try {
+      const auto members = static_cast<int64_t>(other.request.ranks.size());
+      return other.order == 0 && other.request.world.store->add(other.keys + "members", 0) == members;
+    } catch (const std::exception&) {
+      return false;  // it has no way to its place; look() says so
+    }
+  });
+  if (!sure) {
+    pending_.splice(pending_.end(), complete);
+    return false;
+  }
+  complete.sort([](const Pending& a, const Pending& b) { return a.order < b.order; });
+  while (!complete.empty()) {
+    const std::vector<int> ranks = complete.front().request.ranks;
+    const bool made = make_one(std::move(complete.front()));
+    complete.pop_front();
+    if (made) continue;
+    for (auto it = complete.begin(); it != complete.end();) {
+      const auto at = it++;
+      if (at->request.ranks == ranks) pending_.splice(pending_.end(), complete, at);
+    }
+  }
+  return true;
+}
+
+// On a thread of its own, since MPI waits without a deadline for a member that has stopped or died on the way. One that
+// does not come soon is left to that thread, and the next group is begun: not in a circle either, each has a thread.
+bool GroupMaker::make_one(Pending pending) {
+  // Falling: Open MPI lets a creation that does not end hold up those with a higher tag.
+  const int tag = static_cast<int>(kTags - 1 - pending.order % kTags);
+  auto making = std::make_shared<MakingState>(std::move(pending.request), pending.deadline);
+  const auto make = [making, tag, identity = text_hash(pending.keys), this] {
+    prctl(PR_SET_TIMERSLACK, kTimerSlack);
+    try {
+      making->made(make_channel(making->request, parent_of(making->request.ranks, tag), identity, shared_));
+    } catch (const std::exception& error) {
+      making->failed(error.what(), false);
+    }
+    making->returns();
+  };
+  bootstrap::start_thread("mc-making", make).detach();
+  if (making->await(kMakingPatience)) return true;
+  making_.push_back(making);
+  return false;
+}
+
+// The communicator that all groups of these members are duplicates of. Kept: a duplicate can be waited for asleep,
+// while MPI_Comm_create_group spins, which on a crowded machine takes 10 to 100 times as long.
+MPI_Comm GroupMaker::parent_of(const std::vector<int>& ranks, int tag) {
+  {
+    const std::lock_guard lock(parents_mutex_);
+    if (const auto found = parents_.find(ranks); found != parents_.end()) return found->second;
+  }
+  const auto* runtime = bootstrap::MpiRuntime::current();
+  MPI_Comm made = MPI_COMM_NULL;
+  std::vector<int> everybody(static_cast<size_t>(runtime->size()));
+  std::iota(everybody.begin(), everybody.end(), 0);
+  if (ranks == everybody) {
+    made = runtime->world();
+  } else {
+    const CommGroup group(runtime->world(), ranks);
+    check(MPI_Comm_create_group(runtime->world(), group.get(), tag, &made), "MPI_Comm_create_group");
+    check(MPI_Comm_set_errhandler(made, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  }
+  const std::lock_guard lock(parents_mutex_);
+  return parents_[ranks] = made;
+}
+
+// "rank 1, 2"; empty when nobody is missing.
 std::string GroupMaker::missing_members(Pending& pending) const {
   std::string text;
   for (size_t r = 0; r < pending.request.ranks.size(); ++r) {
     if (pending.request.world.store->check(pending.keys + "member/" + std::to_string(r))) continue;
-    text += (text.empty() ? "" : ", ") + std::to_string(pending.request.ranks[r]);
+    text += (text.empty() ? "rank " : ", ") + std::to_string(pending.request.ranks[r]);
   }
-  return "rank " + text;
+  return text;
 }
 
 void GroupMaker::stop(std::chrono::milliseconds bound, bool work_pending) {
@@ -272,6 +430,7 @@ void GroupMaker::stop(std::chrono::milliseconds bound, bool work_pending) {
     }
     lock.unlock();
     thread_.join();
+    work_pending = work_pending || !making_.empty();
   } else {
     lock.unlock();
   }

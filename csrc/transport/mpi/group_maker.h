@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -29,9 +30,10 @@ struct GroupRequest {
 };
 
 // Members announce themselves in the store; when all are there, the communicator is made by its members alone
-// (MPI_Comm_create_group, which would hold up unrelated creations while it waited for a late member). Complete groups
-// are made one after the other, in an order drawn in the store that is the same on all ranks: three ranks that make
-// {0,1}, {1,2}, {2,0}, each starting with another pair, would otherwise wait for each other in a circle.
+// (MPI_Comm_create_group, which would hold up unrelated creations while it waited for a late member; a duplicate, if
+// there was a group of the same members before). Complete groups are begun one after the other, in an order drawn in
+// the store that is the same on all ranks: three ranks that make {0,1}, {1,2}, {2,0}, each starting with another pair,
+// would otherwise wait for each other in a circle.
 class GroupMaker {
  public:
   // `on_started` is called once MPI is up.
@@ -47,16 +49,22 @@ class GroupMaker {
  private:
   struct Pending {
     GroupRequest request;
-    std::string keys;  // prefix of this creation's keys
+    std::string keys;  // prefix of this creation's keys; empty until announced
     std::chrono::steady_clock::time_point deadline;
-    int64_t order = 0;  // place among complete groups; 0 until all members have come
+    int64_t order = 0;  // place among complete groups; 0 until all members have come, below when it is given up
   };
+
+  class MakingState;
+  using Making = std::shared_ptr<MakingState>;
 
   void run();
   void ensure_started(const bootstrap::WorldRequest& request);
   bool look(Pending& pending);
   void announce(Pending& pending);
-  bool make_next();
+  bool settle(Pending& pending, int64_t order);
+  bool make_complete();
+  bool make_one(Pending pending);  // false when it is left to its thread
+  MPI_Comm parent_of(const std::vector<int>& ranks, int tag);
   std::string missing_members(Pending& pending) const;
 
   Shared& shared_;
@@ -72,7 +80,10 @@ class GroupMaker {
 
   // The maker thread's own.
   std::list<Pending> pending_;
-  int64_t next_tag_ = 0;  // published by the lowest rank of a group, never assumed by others
+  std::list<Making> making_;  // left to their threads
+
+  std::mutex parents_mutex_;
+  std::map<std::vector<int>, MPI_Comm> parents_;  // guarded by parents_mutex_; by members, in group order
 
   std::thread thread_;
 };

@@ -102,23 +102,37 @@ struct FiberPlatform {
   class ConditionVariable {
    public:
     void notify_one() {
-      if (waiter_ != nullptr) Scheduler::current().wake(waiter_);
+      if (!waiters_.empty()) Scheduler::current().wake(waiters_.front());
+    }
+    void notify_all() {
+      for (Scheduler::Fiber* waiter : waiters_) Scheduler::current().wake(waiter);
+    }
+    // Until notified, or about as long: as on a loaded machine.
+    void wait_for(std::unique_lock<Mutex>& lock, std::chrono::microseconds time) {
+      Scheduler& scheduler = Scheduler::current();
+      Scheduler::Fiber* self = scheduler.self();
+      waiters_.push_back(self);
+      lock.unlock();
+      scheduler.sleep_about(time);
+      lock.lock();
+      std::erase(waiters_, self);
     }
     template <typename Predicate>
     void wait_for(std::unique_lock<Mutex>& lock, std::chrono::microseconds time, Predicate done) {
       Scheduler& scheduler = Scheduler::current();
       const TimePoint end = scheduler.now() + time;
       while (!done() && scheduler.now() < end) {
-        waiter_ = scheduler.self();  // a driver's own thread, and no other
+        Scheduler::Fiber* self = scheduler.self();
+        waiters_.push_back(self);
         lock.unlock();
         scheduler.sleep_until(end);
         lock.lock();
-        waiter_ = nullptr;
+        std::erase(waiters_, self);
       }
     }
 
    private:
-    Scheduler::Fiber* waiter_ = nullptr;
+    std::vector<Scheduler::Fiber*> waiters_;
   };
   class Thread {
    public:
