@@ -40,8 +40,9 @@ def test_a_seed_replays_exactly() -> None:
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
-        ("no-second-phase", "on a device): never completes"),
-        ("proposals-repeat", "on a device): never completes"),
+        # A deadlock ends in errors where some rank has destroyed its groups meanwhile.
+        ("no-second-phase", r"on a device\): (never completes|.*destroyed)"),
+        ("proposals-repeat", r"on a device\): (never completes|.*destroyed)"),
         ("no-validation", "members launched different batches"),
         ("plans-from-local-state", "members launched different batches"),
         ("starts-out-of-order", "members launched different batches"),
@@ -54,8 +55,7 @@ def test_simulation_finds(fault: str, found: str) -> None:
     done = run("fast/simulate", "1", str(ENOUGH_SEEDS), "--fault", fault)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr
     last = done.stdout.splitlines()[-1]
-    assert re.match(r"seed \d+: ", last)
-    assert found in last
+    assert re.match(rf"seed \d+: .*{found}", last)
     assert "submits" in done.stdout
 
 

@@ -101,7 +101,8 @@ ErrorPtr peer_left_error(const GroupInfo& info, int global_rank) {
 
 ErrorPtr closed_error(const GroupInfo& info) {
   return make_error(ErrorKind::kAborted,
-                    error_prefix(info) + "this rank has destroyed or aborted the group; make a new one.");
+                    error_prefix(info) + "this rank has destroyed or aborted the group; make a new one.",
+                    "destroyed there with work pending");
 }
 
 ErrorPtr aborted_error(const GroupInfo& info, const std::string& reason) {

@@ -15,6 +15,7 @@
 namespace multicomm {
 namespace {
 
+constexpr std::chrono::milliseconds kMakersWord{1000};
 constexpr std::chrono::seconds kWordOfDeath{3};  // how long a broken transport waits to hear whose death it was
 
 }  // namespace
@@ -386,7 +387,7 @@ void GroupState::on_piece_sizes() {
     // No room for what comes, so the batch cannot be launched, nor any after it: peers would exchange other data.
     const ErrorPtr cause = cannot_prepare_error(info_, *operation, failure.what());
     settle(operation, cause);
-    return broken(cause->message);
+    return broken(cause->cause);
   }
   {
     const std::lock_guard lock(queue_mutex_);
@@ -668,6 +669,8 @@ void GroupState::check_deadlines(Operation::Clock::time_point now) {
     if (waiting.operation && !taken) inspect(waiting, now);
   }
   if (!late.operation) return;
+  // Whoever makes the communicator runs out of time at about the same time, and knows who is missing.
+  if (channel_ == nullptr && !creation_failed_ && now - late.operation->deadline < kMakersWord) return;
   InquiryPlane* plane = coordinator_.inquiries();
   if (channel_ != nullptr && plane != nullptr) {
     Stall& stall = stall_of(*late.operation);

@@ -231,8 +231,7 @@ class SimChannel final : public Channel, ControlPlane, DataPlane {
   void launch(Batch& batch, Completion& done) override {
     const std::lock_guard lock(world_.mutex_);
     SimWorld::Rank& rank = world_.rank(rank_);
-    const bool buffer = batch.fused();
-    if (fault(Fault::kLaunchWaits) && (!rank.wait_for_room.empty() || (buffer && rank.buffers_in_use > 0))) {
+    if (fault(Fault::kLaunchWaits) && (!rank.wait_for_room.empty() || rank.buffers_in_use > 0)) {
       rank.wait_for_room.emplace_back([this, &batch, &done] { start(batch, done); });
       return;
     }
@@ -305,17 +304,16 @@ class SimChannel final : public Channel, ControlPlane, DataPlane {
   void start(Batch& batch, Completion& done) {
     Rendezvous& r = join(group_.data, Rendezvous::Kind::kBatch);
     r.add(batch, done, member_, group_.members.size());
-    if (batch.fused()) ++world_.rank(rank_).buffers_in_use;
+    ++world_.rank(rank_).buffers_in_use;
     if (r.started < group_.members.size()) return;
     const auto results = std::make_shared<const Results>(execute(r.batches));
     for (size_t m = 0; m < r.batches.size(); ++m) {
       world_.schedule(
           group_.members[m],
           [&world = world_, to = group_.members[m], results, batch = r.batches[m], done = r.waiting[m]] {
-            const bool buffer = batch->fused();
             write(*results, *batch);
             done->complete(nullptr);
-            if (buffer) world.give_buffer(to);
+            world.give_buffer(to);
           },
           &group_);
     }

@@ -99,7 +99,7 @@ class SimWorld {
     std::deque<std::function<void()>> arrived;  // delivered, not yet polled; guarded by the world's mutex
     CompletionSink* sink = nullptr;
     std::deque<OnDevice> stream;
-    int buffers_in_use = 0;                           // by fused batches
+    int buffers_in_use = 0;                           // by batches in flight
     std::deque<std::function<void()>> wait_for_room;  // of the planted fault kLaunchWaits
   };
   struct Delivery {
