@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: all demo test lint bench simulate fuzz fuzz-targets soak peer-suite test-gpu clean
+.PHONY: all demo test lint bench simulate scale fuzz fuzz-targets soak peer-suite test-gpu clean
 
 all: $(VENV)/.built
 
@@ -121,6 +121,16 @@ fuzz-%: $(FUZZ)/%
 	FUZZ_WRITE_SEEDS=$(FUZZ)/corpus/$* $<
 	$< -max_total_time=$(SECONDS) -max_len=8192 -timeout=10 -rss_limit_mb=1024 -malloc_limit_mb=128 -print_final_stats=1 \
 		-artifact_prefix=$(FUZZ)/$*- $(FUZZ)/corpus/$*
+
+# What agreement costs at 64 to 16,384 simulated ranks; docs/scale.md shows it. Optimised, without sanitizers.
+SCALE := build/scale/scale
+SCALE_SOURCES := $(wildcard benchmarks/scale/*.cpp csrc/coordinator/*.cpp)
+$(SCALE): $(SCALE_SOURCES) $(wildcard benchmarks/scale/*.h csrc/*/*.h)
+	@mkdir -p $(@D)
+	$(CXX) -std=c++20 -O2 -g -Wall -Wextra -Werror -Wno-restrict -Icsrc -Ibenchmarks/scale -pthread $(SCALE_SOURCES) -o $@
+
+scale: $(SCALE) $(VENV)/.test-tools
+	$(BIN)/python benchmarks/scale.py
 
 demo: all
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/ddp_subgroups.py
