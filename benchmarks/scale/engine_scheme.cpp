@@ -340,7 +340,7 @@ void EngineScheme::look(Time now) {
 bool EngineScheme::disagree(const Group& group, Time now) {
   disagreements_ = 0;
   for (int m = 0; m < group.size(); ++m)
-    submit(group.members[static_cast<size_t>(m)], group.kind, 0, {OpKind::kAllReduce, m == 1 ? 101u : 100u, false}, now);
+    submit(group.members[static_cast<size_t>(m)], group.kind, 0, {OpKind::kAllReduce, m == 1 ? 1001u : 1000u, false}, now);
   events_.run();
   return disagreements_ == group.size();
 }

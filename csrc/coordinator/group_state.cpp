@@ -375,8 +375,8 @@ void GroupState::start_table(const std::string& mine) {
   guarded([&] { channel_->control().start_table(my_entry_, entries_.data(), table_done_); });
 }
 
-void GroupState::on_piece_sizes() {
-  const auto sizes = piece_sizes(entries_);
+void GroupState::on_piece_sizes(const std::vector<TableEntry>& entries) {
+  const auto sizes = piece_sizes(entries);
   if (!sizes) return broken("a member sent no size where its piece's size was due");
   const OperationPtr operation = std::move(pending_.front());
   pending_.pop_front();
@@ -399,14 +399,15 @@ void GroupState::on_table(const std::string* error) {
   round_active_ = false;
   if (error != nullptr) return broken(*error);
   mine_.offered = 0;
+  const std::vector<TableEntry> entries = std::exchange(entries_, {});  // the one thing that grows with the group
   if (std::exchange(table_, Table::kNone) == Table::kSizes) {
-    on_piece_sizes();
+    on_piece_sizes(entries);
     follow_up();
     return coordinator_.make_ready(*this);
   }
   const OperationPtr operation = std::move(pending_.front());
   pending_.pop_front();
-  settle(operation, disagreement_error(info_, operation->sequence, entries_));
+  settle(operation, disagreement_error(info_, operation->sequence, entries));
   coordinator_.make_ready(*this);
 }
 

@@ -134,7 +134,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void tell_peers();
   void start_table(const std::string& mine);
   void on_table(const std::string* error);
-  void on_piece_sizes();
+  void on_piece_sizes(const std::vector<TableEntry>& entries);
   void on_batch(BatchInFlight& flight, const std::string* error);
   void end(BatchInFlight& flight, const ErrorPtr& error);
   void strand(BatchInFlight& flight);
@@ -197,7 +197,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   Record mine_;
   Record result_;
   TableEntry my_entry_{};
-  std::vector<TableEntry> entries_;
+  std::vector<TableEntry> entries_;  // while a table is in flight
   uint64_t my_proposal_ = 0;
   uint64_t timestamp_ = 0;
   RoundDone round_done_;
