@@ -136,7 +136,7 @@ demo: all
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/ddp_subgroups.py
 
 # The second run holds Gloo to the same right results, where it has the operation.
-test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test $(FAST_SIMULATE) $(ORDER_TEST) fuzz-targets
+test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test $(FAST_SIMULATE) $(ORDER_TEST) $(SCALE) fuzz-targets
 	$(BIN)/python -m pytest
 	MULTICOMM_TEST_BACKEND=gloo $(BIN)/python -m pytest -q -p no:cacheprovider -r f tests/test_operations.py
 
@@ -144,7 +144,7 @@ lint: all $(VENV)/.test-tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h')
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests benchmarks -name '*.cpp' -o -name '*.h')
 
 bench: all $(VENV)/.test-tools
 	$(BIN)/python benchmarks/bench.py --plot build/bench/results.png

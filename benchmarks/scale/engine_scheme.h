@@ -1,7 +1,8 @@
-// The engine itself under simulated ranks: the real Coordinator, GroupState, Record and launch order of every rank, over
-// a transport in virtual time that carries each collective message by message.
+// The engine itself under simulated ranks: the real Coordinator, GroupState, Record and launch order of every rank,
+// over a transport in virtual time that carries each collective message by message.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <deque>
 #include <memory>
@@ -26,8 +27,8 @@ struct Traffic {
 
 class EngineScheme final : public Scheme {
  public:
-  EngineScheme(Mesh& mesh, Events& events, const Network& network, Algorithm algorithm, Ledger& ledger,
-               DataModel& data, Programs& programs);
+  EngineScheme(Mesh& mesh, Events& events, const Network& network, const Settings& settings, Algorithm algorithm,
+               Ledger& ledger, DataModel& data, Programs& programs);
   ~EngineScheme();
 
   void submit(int rank, Kind kind, uint64_t sequence, const What& what, Time now) override;
@@ -37,6 +38,7 @@ class EngineScheme final : public Scheme {
   bool disagree(const Group& group, Time now);
 
   uint64_t messages() const;
+  uint64_t busiest() const { return *std::max_element(handled_.begin(), handled_.end()); }
   uint64_t engine_steps() const { return engine_steps_; }
   std::array<Traffic, kKinds> traffic{};
   std::array<Samples, kKinds> second_phase;  // from when the last member has started it
@@ -45,7 +47,7 @@ class EngineScheme final : public Scheme {
   friend class EngineChannel;
 
   struct Rank final : Progress, CompletionSink, Handler {
-    Rank(EngineScheme& scheme, int number);
+    Rank(EngineScheme& scheme, const Settings& settings, int number);
     size_t poll() override;
     void completed(OperationPtr operation) override;
     void happen(Time now, uint64_t, void*) override;  // a step
@@ -96,6 +98,7 @@ class EngineScheme final : public Scheme {
   std::vector<Packet*> free_packets_;
   std::vector<std::array<EngineChannel*, kKinds>> channels_;  // by rank; owned by the engine's groups
   std::vector<std::unique_ptr<Rank>> ranks_;
+  std::vector<uint64_t> handled_;  // messages that each rank sent or received
   uint64_t engine_steps_ = 0;
   int disagreements_ = 0;  // that members were told of
 };

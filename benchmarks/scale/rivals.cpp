@@ -85,7 +85,8 @@ LockstepScheme::LockstepScheme(Mesh& mesh, Events& events, const Network& networ
       data_(data),
       programs_(programs),
       sets_(mesh.groups().size()),
-      ranks_(static_cast<size_t>(mesh.ranks())) {
+      ranks_(static_cast<size_t>(mesh.ranks())),
+      handled_(static_cast<size_t>(mesh.ranks())) {
   for (const Group& group : mesh.groups()) {
     Set& set = sets_[static_cast<size_t>(group.number)];
     set.times.resize(group.members.size());
@@ -125,18 +126,20 @@ void LockstepScheme::enter(int rank, Time now) {
 // meanwhile, so each message's time follows from the step before.
 void LockstepScheme::all_reduce(const Group& group, Set& set) {
   const int n = group.size();
-  const auto at = [](auto& times, int member) -> Time& { return times[static_cast<size_t>(member)]; };
+  const auto at = [](auto& list, int member) -> auto& { return list[static_cast<size_t>(member)]; };
   for (int k = 0; k < steps_of(Algorithm::kDoubling, n); ++k) {
     for (int m = 0; m < n; ++m) {
       if (step_of(Algorithm::kDoubling, m, n, k).send < 0) continue;
       at(set.times, m) += network_.send;
       ++messages_;
+      ++handled_[static_cast<size_t>(at(group.members, m))];
     }
     before_ = set.times;
     for (int m = 0; m < n; ++m) {
       const int from = step_of(Algorithm::kDoubling, m, n, k).receive;
       if (from < 0) continue;
-      const int sender = group.members[static_cast<size_t>(from)], receiver = group.members[static_cast<size_t>(m)];
+      const int sender = at(group.members, from), receiver = at(group.members, m);
+      ++handled_[static_cast<size_t>(receiver)];
       const Time arrival = at(before_, from) + network_.under_way(sender, receiver, kRequestBytes);
       at(set.times, m) = std::max(at(before_, m), arrival) + network_.receive;
     }

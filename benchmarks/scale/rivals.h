@@ -2,6 +2,7 @@
 // engine behind them and no errors to find; where a choice had to be made it is the one that favours them.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <vector>
@@ -10,8 +11,8 @@
 
 namespace multicomm::scale {
 
-// One rank hears of every operation of every rank and tells the members when all have submitted. It spends `receive` and
-// `send` on each message, one after the other.
+// One rank hears of every operation of every rank and tells the members when all have submitted. It spends `receive`
+// and `send` on each message, one after the other.
 class CentralScheme final : public Scheme, Handler {
  public:
   CentralScheme(Mesh& mesh, Events& events, const Network& network, Ledger& ledger, DataModel& data,
@@ -46,8 +47,8 @@ class CentralScheme final : public Scheme, Handler {
   uint64_t messages_ = 0, at_root_ = 0;
 };
 
-// Horovod with process sets, in its steady state: the background thread of each rank goes through its sets one after the
-// other, once a cycle, and in each takes part in one blocking all-reduce of a bit vector of what is ready
+// Horovod with process sets, in its steady state: the background thread of each rank goes through its sets one after
+// the other, once a cycle, and in each takes part in one blocking all-reduce of a bit vector of what is ready
 // (horovod/common/operations.cc, RunLoopOnce; controller.cc, ComputeResponseList and CoordinateCacheAndState;
 // docs/process_set.rst). Every tensor is in the response cache, so the slower path by way of each set's coordinator
 // (gather, then broadcast) is never taken, and carrying out the collectives costs the background thread nothing.
@@ -56,15 +57,15 @@ class LockstepScheme final : public Scheme, Handler {
   LockstepScheme(Mesh& mesh, Events& events, const Network& network, Time cycle, Ledger& ledger, DataModel& data,
                  Programs& programs);
   void submit(int rank, Kind kind, uint64_t sequence, const What& what, Time now) override;
-  void start();
+  void start();  // cycles go on for ever: whoever runs the events does so by time
   uint64_t messages() const { return messages_; }
+  uint64_t busiest() const { return *std::max_element(handled_.begin(), handled_.end()); }
   uint64_t cycles() const { return cycles_; }  // of rank 0
-  // Events go on for ever; whoever runs them does so by time.
 
  private:
   struct Set {  // one process set in one cycle
     int entered = 0;
-    std::vector<Time> times;         // when each member entered, then when it leaves
+    std::vector<Time> times;          // when each member entered, then when it leaves
     std::vector<uint64_t> submitted;  // by member, when it entered
     std::vector<What> operations;     // those not agreed yet, from `agreed` on
     uint64_t agreed = 0;              // operations
@@ -90,7 +91,8 @@ class LockstepScheme final : public Scheme, Handler {
   std::vector<Set> sets_;  // by group
   std::vector<Rank> ranks_;
   uint64_t messages_ = 0, cycles_ = 0;
-  std::vector<Time> before_;  // reused by all_reduce
+  std::vector<uint64_t> handled_;  // messages that each rank sent or received
+  std::vector<Time> before_;       // reused by all_reduce
 };
 
 }  // namespace multicomm::scale

@@ -27,17 +27,41 @@ constexpr Action wait_all() { return {Action::kWait}; }
 // One step. Ranks that submit to two groups in different orders are what other backends deadlock on.
 constexpr Action kStep[] = {
     // forward: two layers, with experts
-    compute(40), either_order(), on_device(kTensor), exchange(kExpert), wait_all(),
-    compute(40), either_order(), on_device(kTensor), small(kExpert), wait_all(),
+    compute(40),
+    either_order(),
+    on_device(kTensor),
+    exchange(kExpert),
+    wait_all(),
+    compute(40),
+    either_order(),
+    on_device(kTensor),
+    small(kExpert),
+    wait_all(),
     // to the next pipeline stage
-    small(kPipeline), wait_all(),
-    small(kWorld), wait_all(),
+    small(kPipeline),
+    wait_all(),
+    small(kWorld),
+    wait_all(),
     // backward: gradients as they come
-    compute(30), large(kData), either_order(), small(kTensor), on_device(kData),
-    compute(30), either_order(), large(kData), on_device(kPipeline),
-    compute(30), either_order(), on_device(kData), small(kExpert), wait_all(),
+    compute(30),
+    large(kData),
+    either_order(),
+    small(kTensor),
+    on_device(kData),
+    compute(30),
+    either_order(),
+    on_device(kData),
+    on_device(kPipeline),
+    compute(30),
+    either_order(),
+    large(kData),
+    small(kExpert),
+    wait_all(),
     // the norm of the gradients, the loss
-    either_order(), small(kWorld), small(kData), wait_all(),
+    either_order(),
+    small(kWorld),
+    small(kData),
+    wait_all(),
 };
 constexpr size_t kActions = std::size(kStep);
 

@@ -34,6 +34,7 @@ class Scheme {
 class Samples {
  public:
   void add(Time duration) { values_.push_back(static_cast<uint32_t>(duration)); }
+  void add(const Samples& others) { values_.insert(values_.end(), others.values_.begin(), others.values_.end()); }
   size_t count() const { return values_.size(); }
   // Of the values in order, the one at `share`.
   uint32_t quantile(double share);
