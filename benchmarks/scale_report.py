@@ -159,5 +159,5 @@ def plot(results: Results, sizes: list[int], file: Path) -> None:
         axes.set_xlabel("ranks")
         axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(*latency.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(file, dpi=110)
