@@ -53,7 +53,7 @@ def all_reduce_messages(n: int) -> float:
 
 
 def unit_of_time(result: Result, kind: str) -> float:
-    """What agreement is measured by: the network's latency; inside a node, where the CPU costs more, a whole message."""
+    """What agreement is measured by: the network's latency; in a node, where the CPU costs more, a whole message."""
     if kind == "tensor":
         return float(result["send_ns"] + result["latency_inside_ns"] + result["receive_ns"])
     return float(result["latency_between_ns"])

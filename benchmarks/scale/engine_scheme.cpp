@@ -55,7 +55,8 @@ EngineScheme::Rank::Rank(EngineScheme& scheme, const Settings& settings, int num
 size_t EngineScheme::Rank::poll() {
   taken.swap(arrived);
   for (const Arrival& arrival : taken) {
-    if (arrival.channel != nullptr) arrival.channel->report();
+    if (arrival.channel != nullptr)
+      arrival.channel->report(*static_cast<EngineChannel::Collective*>(arrival.collective));
     else arrival.batch->complete(nullptr);
   }
   const size_t count = taken.size();

@@ -56,7 +56,8 @@ class EngineScheme final : public Scheme {
     const int number;
     bool step_due = false;
     struct Arrival {
-      EngineChannel* channel;  // of a collective that is over; null: a batch
+      EngineChannel* channel;  // null: a batch
+      void* collective;        // of that channel
       Completion* batch;
     };
     std::vector<Arrival> arrived, taken;
