@@ -179,7 +179,7 @@ int main(int argc, char** argv) {
   watch.join();
   const uint64_t batches = device.batches();
   driver.stop();
-  completions.stop();
+  completions.stop(std::chrono::seconds(10));
   MPI_Barrier(MPI_COMM_WORLD);
   device.close();
   std::printf("rank %d: %llu operations in %llu batches, %d wrong\n", rank,
