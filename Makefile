@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: all demo test lint bench simulate fuzz fuzz-targets soak peer-suite test-gpu clean
+.PHONY: all demo test lint bench simulate scale fuzz fuzz-targets soak peer-suite test-gpu clean
 
 all: $(VENV)/.built
 
@@ -122,11 +122,21 @@ fuzz-%: $(FUZZ)/%
 	$< -max_total_time=$(SECONDS) -max_len=8192 -timeout=10 -rss_limit_mb=1024 -malloc_limit_mb=128 -print_final_stats=1 \
 		-artifact_prefix=$(FUZZ)/$*- $(FUZZ)/corpus/$*
 
+# What agreement costs at 64 to 16,384 simulated ranks; docs/scale.md shows it. Optimised, without sanitizers.
+SCALE := build/scale/scale
+SCALE_SOURCES := $(wildcard benchmarks/scale/*.cpp csrc/coordinator/*.cpp)
+$(SCALE): $(SCALE_SOURCES) $(wildcard benchmarks/scale/*.h csrc/*/*.h)
+	@mkdir -p $(@D)
+	$(CXX) -std=c++20 -O2 -g -Wall -Wextra -Werror -Wno-restrict -Icsrc -Ibenchmarks/scale -pthread $(SCALE_SOURCES) -o $@
+
+scale: $(SCALE) $(VENV)/.test-tools
+	$(BIN)/python benchmarks/scale.py
+
 demo: all
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/ddp_subgroups.py
 
 # The second run holds Gloo to the same right results, where it has the operation.
-test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test $(FAST_SIMULATE) $(ORDER_TEST) fuzz-targets
+test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test $(FAST_SIMULATE) $(ORDER_TEST) $(SCALE) fuzz-targets
 	$(BIN)/python -m pytest
 	MULTICOMM_TEST_BACKEND=gloo $(BIN)/python -m pytest -q -p no:cacheprovider -r f tests/test_operations.py
 
@@ -134,7 +144,7 @@ lint: all $(VENV)/.test-tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h')
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests benchmarks -name '*.cpp' -o -name '*.h')
 
 bench: all $(VENV)/.test-tools
 	$(BIN)/python benchmarks/bench.py --plot build/bench/results.png

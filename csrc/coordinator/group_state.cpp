@@ -87,7 +87,7 @@ void GroupState::advance() {
   if (!channel_ || broken_) return;
   guarded([&] {
     post_point_to_point();
-    if (!round_active_) start_round();
+    if (!round_busy()) start_round();
   });
   if (preparation_failed_) give_up(std::exchange(preparation_failed_, nullptr));
 }
@@ -215,13 +215,20 @@ void GroupState::on_round(const std::string* error) {
   coordinator_.make_ready(*this);
 }
 
-// Every member has read the same result, so every member starts the same here, before any further round.
+// Every member has read the same result, so every member starts the same here, before any further round. The next round
+// does not wait for the end of the second phase, only for its start: whoever just missed a round of a busy group would
+// else wait for three collectives. A second phase waits for the end of the one before, and holds back what comes after
+// it; so all members start the same in the same order, whichever ends first.
 void GroupState::follow_up() {
   if (broken_) {
+    order_due_ = false;
+    table_ = Table::kNone;
     for (BatchInFlight* flight : std::exchange(unordered_, {})) strand(*flight);
     return;
   }
-  if (!unordered_.empty()) return start_order();
+  if (order_due_ && order_active_) return;  // on_order() comes back here
+  if (order_due_) start_order();
+  if (broken_ || round_active_) return;
   if (table_ == Table::kDisagreement) start_table(pending_.front()->describe());
   if (table_ == Table::kSizes) start_table(std::to_string(pending_.front()->inputs.front().count));
 }
@@ -231,6 +238,7 @@ void GroupState::follow_up() {
 void GroupState::start_order() {
   LaunchOrder& order = coordinator_.launch_order();
   my_proposal_ = order.clock();
+  order_due_ = false;
   if (device_stopped_) {
     // The peers start it, so this rank does; but it has told them that nothing comes of it.
     for (BatchInFlight* flight : std::exchange(unordered_, {})) end(*flight, failure());
@@ -240,12 +248,12 @@ void GroupState::start_order() {
     my_proposal_ = std::get<0>(unit->place);
     proposed_ = true;
   }
-  round_active_ = true;
+  order_active_ = true;
   guarded([&] { channel_->control().start_order(my_proposal_, timestamp_, order_done_); });
 }
 
 void GroupState::on_order(const std::string* error) {
-  round_active_ = false;
+  order_active_ = false;
   if (error != nullptr) return broken(*error);
   LaunchOrder& order = coordinator_.launch_order();
   order.learn(timestamp_);
@@ -294,6 +302,8 @@ void GroupState::stop_device(const ErrorPtr& error) {
   for (const Unit& unit : units)
     for (BatchInFlight* flight : unit.flights) end(*flight, error);
   for (const Unit& unit : units) coordinator_.launch_order().withdraw(unit.place);
+  for (BatchInFlight* flight : std::exchange(unordered_, {}))
+    end(*flight, error);  // their second phase is due all the same
   if (channel_ && channel_->device() != nullptr) channel_->device()->abort();
 }
 
@@ -330,9 +340,14 @@ void GroupState::launch_batches(const std::vector<OperationPtr>& operations) {
     flight.batch = std::move(batch);
     flight.self = std::prev(batches_.end());
     const bool on_device = flight.batch.descriptor().device != DeviceKind::kCpu;
-    if (on_device && settings.strict_order && !fault(Fault::kNoSecondPhase)) unordered_.push_back(&flight);
-    else if (on_device && device_stopped_) end(flight, failure());
-    else launch(flight);
+    if (on_device && settings.strict_order && !fault(Fault::kNoSecondPhase)) {
+      unordered_.push_back(&flight);
+      order_due_ = true;
+    } else if (on_device && device_stopped_) {
+      end(flight, failure());
+    } else {
+      launch(flight);
+    }
   }
 }
 
@@ -376,8 +391,8 @@ void GroupState::start_table(const std::string& mine) {
   guarded([&] { channel_->control().start_table(my_entry_, entries_.data(), table_done_); });
 }
 
-void GroupState::on_piece_sizes() {
-  const auto sizes = piece_sizes(entries_);
+void GroupState::on_piece_sizes(const std::vector<TableEntry>& entries) {
+  const auto sizes = piece_sizes(entries);
   if (!sizes) return broken("a member sent no size where its piece's size was due");
   const OperationPtr operation = std::move(pending_.front());
   pending_.pop_front();
@@ -400,14 +415,15 @@ void GroupState::on_table(const std::string* error) {
   round_active_ = false;
   if (error != nullptr) return broken(*error);
   mine_.offered = 0;
+  const std::vector<TableEntry> entries = std::exchange(entries_, {});  // the one thing that grows with the group
   if (std::exchange(table_, Table::kNone) == Table::kSizes) {
-    on_piece_sizes();
+    on_piece_sizes(entries);
     follow_up();
     return coordinator_.make_ready(*this);
   }
   const OperationPtr operation = std::move(pending_.front());
   pending_.pop_front();
-  settle(operation, disagreement_error(info_, operation->sequence, entries_));
+  settle(operation, disagreement_error(info_, operation->sequence, entries));
   coordinator_.make_ready(*this);
 }
 
@@ -462,7 +478,7 @@ void GroupState::not_made(ErrorPtr error) {
 // The channel goes once nothing is in flight on it: MPI still works on the memory of what was given up. What never
 // ends, because a peer has died, keeps it for as long as the process lives.
 void GroupState::close_if_over() {
-  if (all_left_ && !round_active_ && batches_.empty() && channel_ && channel_->idle()) close();
+  if (all_left_ && !round_busy() && !order_active_ && batches_.empty() && channel_ && channel_->idle()) close();
 }
 
 void GroupState::close() {
@@ -473,7 +489,7 @@ void GroupState::close() {
 // Fails what no round in flight has offered; what has been offered is given up but keeps its tensors, since peers may
 // still count on this rank's input.
 void GroupState::fail_pending(const ErrorPtr& error) {
-  const size_t kept = round_active_ ? std::min<size_t>(mine_.offered, pending_.size()) : 0;
+  const size_t kept = round_busy() ? std::min<size_t>(mine_.offered, pending_.size()) : 0;
   for (size_t i = 0; i < kept; ++i) abandon(pending_[i], error);
   while (pending_.size() > kept) {
     const OperationPtr operation = std::move(pending_.back());
@@ -504,6 +520,9 @@ void GroupState::give_up(ErrorPtr error) {
 
 void GroupState::broken(const std::string& what) {
   if (!std::exchange(broken_, true)) broken_why_ = what;
+  order_due_ = false;  // nothing more is started
+  table_ = Table::kNone;
+  for (BatchInFlight* flight : std::exchange(unordered_, {})) strand(*flight);
   // A connection breaks before the word of its peer's death is round, which says whose.
   if (coordinator_.inquiries() == nullptr || failure()) explain_broken(Operation::Clock::time_point::max());
 }

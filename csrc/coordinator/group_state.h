@@ -127,6 +127,8 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void start_round();
   void on_round(const std::string* error);
   void follow_up();
+  // What the last round asks for is not started, or not over where the next round depends on it.
+  bool round_busy() const { return round_active_ || order_due_ || table_ != Table::kNone; }
   void start_order();
   void on_order(const std::string* error);
   void launch_unit(std::list<Unit>::iterator unit);
@@ -134,7 +136,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void tell_peers();
   void start_table(const std::string& mine);
   void on_table(const std::string* error);
-  void on_piece_sizes();
+  void on_piece_sizes(const std::vector<TableEntry>& entries);
   void on_batch(BatchInFlight& flight, const std::string* error);
   void end(BatchInFlight& flight, const ErrorPtr& error);
   void strand(BatchInFlight& flight);
@@ -175,7 +177,9 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   std::vector<BatchInFlight*> unordered_;  // device batches of the last round, not proposed yet
   std::list<Unit> units_;                  // proposed and not launched
   uint64_t next_unit_ = 0;
-  bool round_active_ = false;   // a round or what it asks for is in flight
+  bool round_active_ = false;   // a round or its table is in flight
+  bool order_due_ = false;      // the second phase of the last round is to be started
+  bool order_active_ = false;   // a second phase is in flight
   Table table_ = Table::kNone;  // due after the last round, or in flight
   bool leaving_ = false;
   bool creation_failed_ = false;
@@ -197,7 +201,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   Record mine_;
   Record result_;
   TableEntry my_entry_{};
-  std::vector<TableEntry> entries_;
+  std::vector<TableEntry> entries_;  // while a table is in flight
   uint64_t my_proposal_ = 0;
   uint64_t timestamp_ = 0;
   RoundDone round_done_;

@@ -26,8 +26,9 @@ struct TableEntry {
 };
 
 // One group's agreement channel. All calls by the driver. What is started is started in the same order on every member:
-// round k, the timestamp and the table if round k's result asks for them, round k+1. Never by a local event: two
-// collectives started in different orders on one communicator do not hang, they exchange their sums.
+// round k, the timestamp and the table if round k's result asks for them, round k+1. A timestamp, but only one, may
+// still be in flight when what follows it is started. Never by a local event: two collectives started in different
+// orders on one communicator do not hang, they exchange their sums.
 class ControlPlane {
  public:
   virtual ~ControlPlane() = default;

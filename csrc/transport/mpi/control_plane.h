@@ -6,7 +6,7 @@
 
 namespace multicomm::mpi {
 
-class MpiControlPlane final : public ControlPlane, private RequestHandler {
+class MpiControlPlane final : public ControlPlane {
  public:
   MpiControlPlane(MPI_Comm communicator, Requests& requests, const Types& types)
       : communicator_(communicator), requests_(requests), types_(types) {}
@@ -15,12 +15,17 @@ class MpiControlPlane final : public ControlPlane, private RequestHandler {
   void start_order(const uint64_t& mine, uint64_t& maximum, Completion& done) override;
 
  private:
-  void request_done(const MPI_Status& status, const std::string* error) override;
+  // One at a time is in flight of each: a round or a table, and a second phase.
+  struct Slot final : RequestHandler {
+    void request_done(const MPI_Status& status, const std::string* error) override;
+    Completion* done = nullptr;
+  };
 
   MPI_Comm communicator_;
   Requests& requests_;
   const Types& types_;
-  Completion* done_ = nullptr;  // one at a time is in flight
+  Slot round_;
+  Slot order_;
 };
 
 }  // namespace multicomm::mpi
