@@ -629,7 +629,7 @@ class Program {
     if (!group.affected || rank == victim_) return;
     const TimePoint ended = ended_at(call);
     if (call.deadline != TimePoint::max())
-      require(ended <= call.deadline + 1500ms, what + ": ends long after its time-out");
+      require(ended <= call.deadline + 2500ms, what + ": ends long after its time-out");
     if (trouble_ == Trouble::kDies && death_known_)
       require(ended <= std::max(call.submitted, *death_known_) + 2000ms, what + ": ends long after the death");
   }
