@@ -4,11 +4,13 @@ killed, restarted, spawned, beside another backend; and that nothing is left beh
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -51,6 +53,29 @@ def three_lives() -> None:
 
 def test_groups_are_destroyed_and_made_again(tmp_path: Path) -> None:
     launch(three_lives, 3, tmp_path).check().says("three lives", 3)
+
+
+def environment_is_read_meanwhile() -> None:
+    getenv = ctypes.CDLL(None).getenv  # a call without the interpreter's lock, as torch's own threads make
+    started = threading.Event()
+
+    def read() -> None:
+        while not started.is_set():
+            getenv(b"NOT_THERE")
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    dist.init_process_group(BACKEND)
+    check_sum()
+    started.set()
+    for reader in readers:
+        reader.join()
+    dist.destroy_process_group()
+
+
+def test_the_environment_can_be_read_while_mpi_starts(tmp_path: Path) -> None:
+    launch(environment_is_read_meanwhile, 2, tmp_path).check()
 
 
 def exit_without_destroy() -> None:
