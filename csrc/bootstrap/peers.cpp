@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <cstring>
 #include <fstream>
 #include <sstream>
 
@@ -63,7 +64,7 @@ std::vector<Peer> exchange_peers(MPI_Comm world) {
 }
 
 std::string place_text(const Peer& peer) {
-  return "host " + std::string(peer.host) + ", pid " + std::to_string(peer.pid);
+  return "host " + std::string(peer.host, strnlen(peer.host, sizeof(peer.host))) + ", pid " + std::to_string(peer.pid);
 }
 
 std::string seen_text(const Peer& peer) {

@@ -80,16 +80,19 @@ ErrorPtr disagreement_error(const GroupInfo& info, uint64_t sequence, const std:
 ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank, const std::string& why) {
   const std::string reason = why.empty() ? std::string(" (a time-out or an abort; its own error says which). ")
                                          : ": " + why + (why.find('\n') == std::string::npos ? ". " : "\n");
-  return make_error(ErrorKind::kAborted, error_prefix(info) + "rank " + std::to_string(global_rank) +
-                                             " gave this group up" + reason +
-                                             "The group cannot be used further: destroy it and make a new one.");
+  return make_error(ErrorKind::kAborted,
+                    error_prefix(info) + "rank " + std::to_string(global_rank) + " gave this group up" + reason +
+                        "The group cannot be used further: destroy it and make a new one.",
+                    "rank " + std::to_string(global_rank) + " had given it up" + (why.empty() ? "" : ": " + why));
 }
 
 ErrorPtr peer_died_error(const GroupInfo& info, int global_rank, const Operation& waiting) {
+  const std::string cause = "the process of rank " + std::to_string(global_rank) +
+                            " has ended (killed, crashed, or gone without destroy_process_group)";
   return make_error(ErrorKind::kBroken,
-                    error_prefix(info) + "the process of rank " + std::to_string(global_rank) +
-                        " has ended (killed, crashed, or gone without destroy_process_group), so " + numbered(waiting) +
-                        " cannot complete. The group cannot be used further; its other members have the same error.");
+                    error_prefix(info) + cause + ", so " + numbered(waiting) +
+                        " cannot complete. The group cannot be used further; its other members have the same error.",
+                    cause);
 }
 
 ErrorPtr peer_left_error(const GroupInfo& info, int global_rank) {
@@ -159,7 +162,8 @@ std::string standing_text(const Operation& operation, Standing standing, const s
       return "it has not begun, since an operation that this rank submitted before it is not done" +
              (who.empty() ? "" : " and uses the same memory: " + who);
     case Standing::kOffered:
-      if (is_point_to_point(operation.descriptor.kind)) return "the peer did not come" + who;
+      if (is_point_to_point(operation.descriptor.kind))
+        return std::string("the peer did not come") + (who.empty() || who.front() == '\n' ? "" : "; ") + who;
       return who.empty() || who.front() == '\n' ? "not every rank of the group has submitted it" + who : who;
     case Standing::kAgreed:
       return "every rank has submitted it, but its data is still on the way" + (who.empty() ? "" : "; " + who);

@@ -415,6 +415,11 @@ void GroupState::on_table(const std::string* error) {
   round_active_ = false;
   if (error != nullptr) return broken(*error);
   mine_.offered = 0;
+  if (broken_) {  // nothing comes of it: what it was about has the transport's error, or will have
+    entries_.clear();
+    if (const ErrorPtr failed = failure()) fail_pending(failed);
+    return;
+  }
   const std::vector<TableEntry> entries = std::exchange(entries_, {});  // the one thing that grows with the group
   if (std::exchange(table_, Table::kNone) == Table::kSizes) {
     on_piece_sizes(entries);
@@ -446,6 +451,8 @@ void GroupState::react_to_members() {
 
 void GroupState::leave() {
   leaving_ = true;
+  // What a broken transport has ended is told its error now: nobody looks at a group that was left.
+  if (broken_ && !failure()) explain_broken(Operation::Clock::time_point::max());
   ErrorPtr error;
   {
     const std::lock_guard lock(queue_mutex_);
@@ -523,6 +530,12 @@ void GroupState::broken(const std::string& what) {
   order_due_ = false;  // nothing more is started
   table_ = Table::kNone;
   for (BatchInFlight* flight : std::exchange(unordered_, {})) strand(*flight);
+  // Other groups' devices do not wait for what will never have its turn.
+  proposed_ = false;
+  const auto units = std::exchange(units_, {});
+  for (const Unit& unit : units)
+    for (BatchInFlight* flight : unit.flights) strand(*flight);
+  for (const Unit& unit : units) coordinator_.launch_order().withdraw(unit.place);
   // A connection breaks before the word of its peer's death is round, which says whose.
   if (coordinator_.inquiries() == nullptr || failure()) explain_broken(Operation::Clock::time_point::max());
 }

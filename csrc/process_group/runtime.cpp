@@ -120,7 +120,12 @@ void Runtime::leave_group(const GroupPtr& group, std::chrono::milliseconds bound
       if (now > leave_until_ + bound) leave_until_ = now + bound;
       until = leave_until_;
     }
-    if (!driver_.wait_until([&] { return !group->busy(); }, until)) left_work_.store(true);
+    if (driver_.wait_until([&] { return !group->busy(); }, until)) {
+      const std::lock_guard lock(leave_mutex_);
+      leave_until_ = {};  // only what was waited for in vain is shared
+    } else {
+      left_work_.store(true);
+    }
   }
   coordinator_.post([group] { group->leave(); });
   driver_.wake();

@@ -1,6 +1,7 @@
 #include "process_group/stack_reader.h"
 
 #include <exception>
+#include <system_error>
 #include <utility>
 
 #include "bootstrap/background.h"
@@ -21,7 +22,14 @@ void StackReader::request() {
   const std::lock_guard lock(mutex_);
   if (stopping_) return;
   requested_ = true;
-  if (!thread_.joinable()) thread_ = bootstrap::start_thread("mc-stacks", [this] { run(); });
+  if (!thread_.joinable()) {
+    try {
+      thread_ = bootstrap::start_thread("mc-stacks", [this] { run(); });
+    } catch (const std::system_error& error) {  // the engine asks: it must go on
+      requested_ = false;
+      return done_(std::string("main thread: no thread to read its Python stack: ") + error.what());
+    }
+  }
   changed_.notify_all();
 }
 

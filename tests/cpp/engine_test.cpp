@@ -382,6 +382,26 @@ void deadlines_hold_after_leaving() {
   REQUIRE(pair.world.coordinator(0).unfinished() == 0);
 }
 
+// A connection that breaks waits a while for the word of whose death it was; whoever leaves meanwhile does not.
+void leaving_a_broken_group_ends_what_it_waits_for() {
+  Pair pair;
+  std::vector<int64_t> a(500, 1), b(500, 2);
+  const auto left = all_reduce(a), stays = all_reduce(b);
+  pair.world.break_batches("connection reset");
+  pair.submit(0, left);
+  pair.submit(1, stays);
+  settle(pair.world);
+  REQUIRE(!left->done() && !stays->done());
+  pair.world.coordinator(0).post([&] { pair.group[0]->leave(); });
+  settle(pair.world);
+  REQUIRE(left->done() && left->error() && left->error()->message.find("connection reset") != std::string::npos);
+  REQUIRE(!stays->done());
+  pass_time(pair.world, 4);
+  REQUIRE(stays->done() && stays->error() && a[0] == 1 && b[0] == 2);
+  for (int r = 0; r < 2; ++r)
+    REQUIRE(pair.world.coordinator(r).memory().empty() && pair.world.coordinator(r).unfinished() == 0);
+}
+
 // All have left while a batch is still in flight: the transport works on its memory until it ends.
 void group_outlives_what_is_in_flight() {
   for (uint64_t seed = 1; seed <= 40; ++seed) {
@@ -754,6 +774,7 @@ int main() {
       TEST(empty_buffer_pool_allocates),
       TEST(giving_up_during_a_disagreement_spares_what_was_not_offered),
       TEST(deadlines_hold_after_leaving),
+      TEST(leaving_a_broken_group_ends_what_it_waits_for),
       TEST(group_outlives_what_is_in_flight),
       TEST(copy_that_fails_fails_its_operation_alone),
       TEST(staging_that_fails_is_told_to_all),

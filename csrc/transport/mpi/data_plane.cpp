@@ -63,6 +63,8 @@ void MpiDataPlane::launch(Batch& batch, Completion& done) {
   task.plane = this;
   task.batch = &batch;
   task.done = &done;
+  // As long as it is not known to be packed: a start that fails leaves those before it in MPI's hands.
+  for (const auto& operation : batch.operations) operation->exposed = !operation->abandoned && !operation->owns_buffers;
   switch (batch.descriptor().kind) {
     case OpKind::kAllReduce: all_reduce(task); break;
     case OpKind::kBroadcast: broadcast(task); break;

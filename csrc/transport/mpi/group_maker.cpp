@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstring>
 #include <numeric>
+#include <system_error>
 #include <utility>
 
 #include "bootstrap/background.h"
@@ -26,6 +27,7 @@ constexpr std::chrono::microseconds kLongestPause = 10ms;
 constexpr std::chrono::microseconds kSpin = 300us;  // for MPI, before the naps
 constexpr std::chrono::microseconds kNap = 20us;
 constexpr unsigned long kTimerSlack = 1000;                // ns; a nap takes 50 us longer by default
+constexpr std::chrono::seconds kSettling = 5s;             // from one key of the store to the next
 constexpr std::chrono::milliseconds kMakingPatience = 1s;  // for members that are all known to be there
 constexpr int64_t kGivenUp = -1;   // minus the group rank of who did it, in place of a place in the order
 constexpr int64_t kTags = 32'767;  // MPI guarantees tags up to this
@@ -88,11 +90,16 @@ bool on_one_host(const std::vector<Introduction>& all) {
 // MPI's own waits spin, and yield at best. Where ranks outnumber the cores, or other programs want them, that costs a
 // time slice for every message that a collective is made of; a thread that sleeps is woken at once.
 void wait_for(MPI_Request& request) {
-  const auto spin_until = Clock::now() + kSpin;
+  const auto begin = Clock::now();
+  std::chrono::microseconds nap = kNap;
   for (int done = 0;;) {
     check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Test");
     if (done != 0) return;
-    if (Clock::now() >= spin_until) std::this_thread::sleep_for(kNap);
+    const auto waited = Clock::now() - begin;
+    if (waited < kSpin) continue;
+    std::this_thread::sleep_for(nap);
+    // A member that has gone may never come: this thread then waits on, but hardly ever looks.
+    if (waited > kMakingPatience) nap = std::min(nap * 2, kLongestPause);
   }
 }
 
@@ -143,8 +150,8 @@ std::shared_ptr<Channel> make_channel(const GroupRequest& request, MPI_Comm pare
   int mapped = segment ? 1 : 0;
   MPI_Request agreed = MPI_REQUEST_NULL;
   check(MPI_Iallreduce(MPI_IN_PLACE, &mapped, 1, MPI_INT, MPI_MIN, control, &agreed), "MPI_Iallreduce");
+  wait_for(agreed);  // first: MPI writes into this frame until then
   MPI_Comm data_communicator = data.get();
-  wait_for(agreed);
   compare_settings(all, request.ranks);  // with nothing in flight any more
   if (mapped == 0) segment.reset();
   else segment->close_descriptor();
@@ -248,6 +255,7 @@ void GroupMaker::run() {
       pending_.push_back({std::move(request), {}, deadline});
     }
     for (const auto& channel : to_free) static_cast<MpiChannel&>(*channel).free_communicators();
+    to_free.clear();  // and their memory, now: the next look at this list may be far
     pending_.remove_if([this](Pending& pending) { return !look(pending); });
     const bool made = make_complete();
     for (const Making& making : making_) making->check_deadline();
@@ -279,11 +287,15 @@ bool GroupMaker::look(Pending& pending) {
     if (pending.order == 0) pending.order = store.add(pending.keys + "order", 0);
     if (pending.order == 0 && Clock::now() >= pending.deadline) {
       const std::string missing = missing_members(pending);
-      if (settle(pending, kGivenUp - pending.request.rank)) {
-        pending.request.failed("not every rank of the group has made it within its time-out: " + missing +
-                                   " did not come (they have not called new_group for these ranks, or fewer times than "
-                                   "the others)",
-                               true);
+      // Settled by another who has not said how: it is about to, or it has died in between.
+      const bool settled = settle(pending, kGivenUp - pending.request.rank);
+      if (settled || Clock::now() >= pending.deadline + kSettling) {
+        pending.request.failed(
+            "not every rank of the group has made it within its time-out: " +
+                (missing.empty() ? "all have come, but one of them has ended or stopped meanwhile"
+                                 : missing + " did not come (they have not called new_group for these "
+                                             "ranks, or fewer times than the others)"),
+            true);
         return false;
       }
     }
@@ -379,7 +391,12 @@ bool GroupMaker::make_one(Pending pending) {
     }
     making->returns();
   };
-  bootstrap::start_thread("mc-making", make).detach();
+  try {
+    bootstrap::start_thread("mc-making", make).detach();
+  } catch (const std::system_error& error) {
+    making->failed(std::string("no thread for it: ") + error.what(), false);
+    return true;
+  }
   if (making->await(kMakingPatience)) return true;
   making_.push_back(making);
   return false;
@@ -426,6 +443,8 @@ void GroupMaker::stop(std::chrono::milliseconds bound, bool work_pending) {
     // It may be starting MPI, waiting for ranks that never come: the end of the process does not wait with it.
     if (!changed_.wait_for(lock, bound, [this] { return ended_; })) {
       thread_.detach();
+      lock.unlock();
+      if (auto* runtime = bootstrap::MpiRuntime::current()) runtime->shutdown(bound, true);
       return;
     }
     lock.unlock();

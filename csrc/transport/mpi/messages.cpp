@@ -163,7 +163,19 @@ void Messages::take_header(const MPI_Status& status) {
 void Messages::deliver(const OperationPtr& operation, int source, std::unique_ptr<Packet> packet) {
   const Header& header = packet->header;
   const auto expected = static_cast<uint64_t>(operation->bytes());
+  std::unique_ptr<std::byte[]> scratch;
+  if (header.bytes != expected || operation->abandoned) {
+    try {
+      scratch = std::make_unique_for_overwrite<std::byte[]>(header.bytes + 1);
+    } catch (const std::bad_alloc&) {  // of this message alone, whatever its header claims
+      sink_->point_to_point_done(
+          operation, std::make_shared<const OperationError>(OperationError{
+                         ErrorKind::kBroken, "no memory for a message of " + std::to_string(header.bytes) + " bytes"}));
+      return;
+    }
+  }
   Transfer& transfer = new_transfer(operation);
+  transfer.scratch = std::move(scratch);
   operation->peer = source;
   if (header.bytes != expected) {
     std::ostringstream text;
@@ -171,21 +183,21 @@ void Messages::deliver(const OperationPtr& operation, int source, std::unique_pt
          << ". The message is discarded; send and receive tensors of one size and dtype.";
     transfer.error = std::make_shared<const OperationError>(OperationError{ErrorKind::kUsage, text.str()});
   }
-  std::byte* to = operation->outputs.front().data;
-  if (transfer.error || operation->abandoned) {
-    transfer.scratch = std::make_unique_for_overwrite<std::byte[]>(header.bytes + 1);
-    to = transfer.scratch.get();
-  }
-  MPI_Request request = MPI_REQUEST_NULL;
+  std::byte* to = transfer.scratch ? transfer.scratch.get() : operation->outputs.front().data;
   if (header.eager != 0) {
     if (header.bytes > 0) std::memcpy(to, packet->payload, header.bytes);
   } else {
     operation->exposed = transfer.scratch == nullptr && !operation->owns_buffers;
-    in_chunks(header.bytes, [&](uint64_t offset, int piece) {
-      check(MPI_Irecv(to + offset, piece, MPI_BYTE, source, payload_tag(header.number), communicator_, &request),
-            "MPI_Irecv");
-      start(transfer, request);
-    });
+    try {
+      in_chunks(header.bytes, [&](uint64_t offset, int piece) {
+        MPI_Request request = MPI_REQUEST_NULL;
+        check(MPI_Irecv(to + offset, piece, MPI_BYTE, source, payload_tag(header.number), communicator_, &request),
+              "MPI_Irecv");
+        start(transfer, request);
+      });
+    } catch (const std::runtime_error& error) {  // of this message: it ends with what was started of it
+      transfer.error = std::make_shared<const OperationError>(OperationError{ErrorKind::kBroken, error.what()});
+    }
   }
   if (--transfer.remaining == 0) end(transfer);
 }

@@ -311,8 +311,9 @@ class SimChannel final : public Channel, ControlPlane, DataPlane {
       world_.schedule(
           group_.members[m],
           [&world = world_, to = group_.members[m], results, batch = r.batches[m], done = r.waiting[m]] {
-            write(*results, *batch);
-            done->complete(nullptr);
+            const bool broken = !world.batch_error_.empty();
+            if (!broken) write(*results, *batch);
+            done->complete(broken ? &world.batch_error_ : nullptr);
             world.give_buffer(to);
           },
           &group_);

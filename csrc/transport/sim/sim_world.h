@@ -55,8 +55,9 @@ class SimWorld {
   // Batches that a rank's device has been given and has not done.
   size_t on_device(int rank) const { return ranks_[static_cast<size_t>(rank)]->stream.size(); }
 
-  void set_dead(int rank) { dead_.insert(rank); }  // as far as the others know
-  void set_deaf(int rank) { deaf_.insert(rank); }  // answers nobody
+  void set_dead(int rank) { dead_.insert(rank); }                         // as far as the others know
+  void set_deaf(int rank) { deaf_.insert(rank); }                         // answers nobody
+  void break_batches(const std::string& error) { batch_error_ = error; }  // of all that complete from now on
   // The rank's process is gone: it starts and receives nothing more, and some of what it had a part in is lost on the
   // way to others.
   void cut_off(int rank);
@@ -122,6 +123,7 @@ class SimWorld {
   std::set<int> dead_;
   std::set<int> deaf_;
   std::set<int> cut_off_;
+  std::string batch_error_;
   Operation::Clock::time_point now_{};
 };
 
