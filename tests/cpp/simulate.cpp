@@ -62,6 +62,8 @@ struct Timed final : Base {
 using Call = Timed<sim::PlainOperation>;
 using GatherCall = Timed<sim::VariableGather>;
 
+constexpr milliseconds kLongTimeout{8000};
+
 enum class Trouble { kNone, kAbsent, kDies, kStopped, kLeaves, kAborts };
 
 // One thing that a program does, on all members of a group; a message on two of them.
@@ -195,6 +197,10 @@ class Program {
     for (Group& g : groups_) g.affected = whole_rank ? member_of(g, victim_) >= 0 : &g == &group;
     // Whoever leaves announces it in the rounds, so that one who waits for a message of his has only the time-out.
     if (trouble_ != Trouble::kDies && trouble_ != Trouble::kAborts) timeout_ = milliseconds(pick(400, 1500));
+    if (trouble_ == Trouble::kAbsent && chance(50)) {
+      waits_at_end_ = true;
+      timeout_ = kLongTimeout;
+    }
     // The first sort is over before any time-out; the second outlasts them all.
     stop_for_ = chance(50) ? timeout_ / 4 : timeout_ * 3;
   }
@@ -375,6 +381,7 @@ class Program {
           if (!burst) pass_time();
           if (OperationPtr call = take_step(rank, steps_[s])) waiting.push_back(std::move(call));
         }
+        if (waits_at_end_) continue;
         std::shuffle(waiting.begin(), waiting.end(), random_);
         for (size_t count = chance(50) ? waiting.size() : pick(0, waiting.size()); count > 0; --count) {
           wait(rank, waiting.back());
@@ -382,6 +389,13 @@ class Program {
         }
       }
       for (const OperationPtr& call : waiting) wait(rank, call);
+      for (const auto& window : windows) {
+        for (const size_t s : window) {
+          const Group& group = groups_[steps_[s].group];
+          const GroupPtr& handle = group.handles[static_cast<size_t>(member_of(group, rank))];
+          if (steps_[s].kind == Kind::kDestroy && handle && waits_at_end_) destroy(rank, handle);
+        }
+      }
       --threads_left_;
       if (is_victim_process(rank)) --victims_threads_;
     });
@@ -417,7 +431,9 @@ class Program {
         say(rank, [&] { return "makes " + group.name; });
         handle = world_->join_group(*group.made, member);
         return nullptr;
-      case Kind::kDestroy: destroy(rank, handle); return nullptr;
+      case Kind::kDestroy:
+        if (!waits_at_end_) destroy(rank, handle);
+        return nullptr;
       default: break;
     }
     if (at_fault && number == trouble_at_ + 1 && trouble_ == Trouble::kLeaves) leave(rank, handle);
@@ -434,6 +450,7 @@ class Program {
     call->submitted = scheduler_->now();
     if (group.affected && timeout_ > 0ms) call->deadline = call->submitted + timeout_;
     step.calls[static_cast<size_t>(member)] = call;
+    last_submission_ = call->submitted;
     say(rank, [&] { return "submits " + call->describe() + " to " + group.name; });
     world_->coordinator(rank).submit(handle, call);
     driver(rank).wake();
@@ -504,7 +521,7 @@ class Program {
 
   // Goes on until `over`, and puts the trouble in on the way.
   void go(const std::function<bool()>& over) {
-    TimePoint limit = scheduler_->now() + 20s;  // nothing that ends takes as long
+    const TimePoint limit = scheduler_->now() + 40s;  // nothing that ends takes as long
     const auto outside = [this] { return make_trouble() || world_->deliver_one(); };
     const auto resting = [this] {
       for (int r = 0; r < world_->size(); ++r) {
@@ -626,6 +643,8 @@ class Program {
   }
 
   void check_time(const Group& group, int rank, const Operation& call, const std::string& what) const {
+    if (!group.affected && waits_at_end_)
+      require(ended_at(call) <= last_submission_ + kLongTimeout / 2, what + ": held up by a rank that is not in it");
     if (!group.affected || rank == victim_) return;
     const TimePoint ended = ended_at(call);
     if (call.deadline != TimePoint::max())
@@ -755,6 +774,8 @@ class Program {
   unsigned network_share_ = 8;
   bool with_device_ = false;
   bool shares_memory_ = false;  // tensors are used in several groups
+  bool waits_at_end_ = false;   // so that no thread stands between an absent rank and other groups
+  TimePoint last_submission_{};
 
   Trouble trouble_ = Trouble::kNone;
   size_t target_ = 0;
