@@ -82,6 +82,7 @@ def ended(rank: int) -> str:
 
 def _hand_out() -> None:
     """The process that starts the ranks of one host and watches them end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ranks
     world, hosts = int(os.environ[_WORLD]), int(os.environ[_HOSTS])
     host = 1 if hosts > 1 and socket.gethostname().endswith("b") else 0
     mine = range(host * world // hosts, (host + 1) * world // hosts)
