@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from harness.pool import RankPool
 from harness.settings import BACKEND
+from harness.two_hosts import two_hosts
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,13 @@ def pool(
     if world not in pools:
         pools[world] = RankPool(world, tmp_path_factory.mktemp(f"ranks{world}"))
     return pools[world]
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[list[str]]]:
+    """Two hosts on this machine: per host, the words before a command that run it there."""
+    with two_hosts() as prefixes:
+        yield prefixes
 
 
 def pytest_configure(config: pytest.Config) -> None:

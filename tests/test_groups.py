@@ -225,27 +225,26 @@ def all_alive(count: int) -> None:
         dist.destroy_process_group(handle)
 
 
+def leaves_no_trace(first: tuple[int, int], then: tuple[int, int], megabytes: float) -> None:
+    """Groups made and destroyed one after the other, and alive at once: what is held afterwards has not grown."""
+    usages = []
+    for turns, alive in (first, then):
+        come_and_go(turns)
+        all_alive(alive)
+        usages.append(settled())
+    print(f"rank {dist.get_rank()}: before {usages[0]}, after {usages[1]}", file=sys.stderr)
+    usages[1].check_no_more_than(usages[0], megabytes)
+
+
 @on_ranks(2)
 def test_groups_come_and_go_without_a_trace(me: Rank) -> None:
-    come_and_go(20)
-    all_alive(20)
-    before = settled()
-    come_and_go(60)
-    all_alive(60)
-    settled().check_no_more_than(before, megabytes=30)
+    leaves_no_trace((20, 20), (60, 60), megabytes=30)
 
 
 @pytest.mark.skipif("MULTICOMM_TEST_SOAK" not in os.environ, reason="takes a minute or two: make soak")
 @on_ranks(2, 3, limit=300)
 def test_thousands_of_groups_leave_no_trace(me: Rank) -> None:
-    come_and_go(1000)
-    all_alive(500)
-    before = settled()
-    come_and_go(1000)
-    all_alive(500)
-    after = settled()
-    print(f"rank {me.rank}: before {before}, after {after}", file=sys.stderr)
-    after.check_no_more_than(before, megabytes=15)
+    leaves_no_trace((1000, 500), (1000, 500), megabytes=15)
 
 
 @on_ranks(4)

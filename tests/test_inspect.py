@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from harness import BACKEND, needs_multicomm, raises
 from harness.checks import check_sum
 from harness.jobs import launch, say
 from harness.settings import clean_environment
-from harness.two_hosts import two_hosts, why_not
+from harness.two_hosts import why_not
 
 pytestmark = needs_multicomm("shows nothing")
 LIMIT = 40.0
@@ -403,12 +403,6 @@ def test_errors_say_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_arguments_print_the_usage(arguments: list[str]) -> None:
     found = call(*arguments)
     assert found.returncode == 2 and found.stderr.startswith("usage: python -m multicomm"), found
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[list[str]]]:
-    with two_hosts() as prefixes:
-        yield prefixes
 
 
 def one_on_each_host() -> None:

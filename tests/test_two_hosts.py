@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from harness.calls import OPERATIONS, check_all
 from harness.case import Case
 from harness.jobs import launch
 from harness.rank import Rank
-from harness.two_hosts import two_hosts, why_not
+from harness.two_hosts import why_not
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,12 +27,6 @@ pytestmark = [
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 SHAPES = ((0,), (7,), (3, 5), (300,), (60_000,))
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[list[str]]]:
-    with two_hosts() as prefixes:
-        yield prefixes
 
 
 def join() -> Rank:

@@ -220,12 +220,7 @@ void GroupState::on_round(const std::string* error) {
 // else wait for three collectives. A second phase waits for the end of the one before, and holds back what comes after
 // it; so all members start the same in the same order, whichever ends first.
 void GroupState::follow_up() {
-  if (broken_) {
-    order_due_ = false;
-    table_ = Table::kNone;
-    for (BatchInFlight* flight : std::exchange(unordered_, {})) strand(*flight);
-    return;
-  }
+  if (broken_) return stop_following_up();
   if (order_due_ && order_active_) return;  // on_order() comes back here
   if (order_due_) start_order();
   if (broken_ || round_active_) return;
@@ -293,17 +288,27 @@ void GroupState::told(const Notice& notice) {
   given_up_since_ = coordinator_.checked_at();
 }
 
-// What is not launched never will be, and must not hold up other groups; what is launched would keep the device until
-// its peers come.
-void GroupState::stop_device(const ErrorPtr& error) {
-  device_stopped_ = true;
+// Takes out what is not launched and never will be: other groups' devices would wait for its turn.
+void GroupState::drop_unlaunched() {
   proposed_ = false;
   const auto units = std::exchange(units_, {});
   for (const Unit& unit : units)
-    for (BatchInFlight* flight : unit.flights) end(*flight, error);
+    for (BatchInFlight* flight : unit.flights) strand(*flight);
+  for (BatchInFlight* flight : std::exchange(unordered_, {})) strand(*flight);
   for (const Unit& unit : units) coordinator_.launch_order().withdraw(unit.place);
-  for (BatchInFlight* flight : std::exchange(unordered_, {}))
-    end(*flight, error);  // their second phase is due all the same
+}
+
+// The transport is broken: nothing more is started on it, whatever the last round asks for.
+void GroupState::stop_following_up() {
+  order_due_ = false;
+  table_ = Table::kNone;
+  drop_unlaunched();
+}
+
+// What is launched would keep the device until its peers come, and what is not will not be.
+void GroupState::stop_device() {
+  device_stopped_ = true;
+  drop_unlaunched();  // where a second phase is due for it, that is due all the same
   if (channel_ && channel_->device() != nullptr) channel_->device()->abort();
 }
 
@@ -521,21 +526,13 @@ void GroupState::give_up(ErrorPtr error) {
   for (BatchInFlight& flight : batches_)
     for (const OperationPtr& operation : flight.batch.operations) abandon(operation, error);
   for (const OperationPtr& operation : posted_messages_) abandon(operation, error);
-  stop_device(error);
+  stop_device();
   coordinator_.make_ready(*this);
 }
 
 void GroupState::broken(const std::string& what) {
   if (!std::exchange(broken_, true)) broken_why_ = what;
-  order_due_ = false;  // nothing more is started
-  table_ = Table::kNone;
-  for (BatchInFlight* flight : std::exchange(unordered_, {})) strand(*flight);
-  // Other groups' devices do not wait for what will never have its turn.
-  proposed_ = false;
-  const auto units = std::exchange(units_, {});
-  for (const Unit& unit : units)
-    for (BatchInFlight* flight : unit.flights) strand(*flight);
-  for (const Unit& unit : units) coordinator_.launch_order().withdraw(unit.place);
+  stop_following_up();
   // A connection breaks before the word of its peer's death is round, which says whose.
   if (coordinator_.inquiries() == nullptr || failure()) explain_broken(Operation::Clock::time_point::max());
 }

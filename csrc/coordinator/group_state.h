@@ -132,7 +132,9 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void start_order();
   void on_order(const std::string* error);
   void launch_unit(std::list<Unit>::iterator unit);
-  void stop_device(const ErrorPtr& error);
+  void stop_device();
+  void drop_unlaunched();
+  void stop_following_up();
   void tell_peers();
   void start_table(const std::string& mine);
   void on_table(const std::string* error);

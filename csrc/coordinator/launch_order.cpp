@@ -14,16 +14,14 @@ LaunchOrder::Place LaunchOrder::propose(uint64_t group, uint64_t number, std::fu
   return place;
 }
 
-LaunchOrder::Place LaunchOrder::decide(const Place& proposed, uint64_t timestamp) {
+void LaunchOrder::decide(const Place& proposed, uint64_t timestamp) {
   learn(timestamp);
   auto unit = units_.extract(proposed);
-  const Place place{timestamp, std::get<1>(proposed), std::get<2>(proposed)};
-  if (unit.empty()) return place;  // withdrawn meanwhile
-  unit.key() = place;
+  if (unit.empty()) return;  // withdrawn meanwhile
+  std::get<0>(unit.key()) = timestamp;
   unit.mapped().decided = true;
   units_.insert(std::move(unit));
   launch_due();
-  return place;
 }
 
 void LaunchOrder::withdraw(const Place& place) {

@@ -24,7 +24,7 @@ class LaunchOrder {
   // is called once, in order, unless the unit is withdrawn.
   Place propose(uint64_t group, uint64_t number, std::function<void()> launch);
   // The members' maximum is known. Launches what is due; `launch` may withdraw units.
-  Place decide(const Place& proposed, uint64_t timestamp);
+  void decide(const Place& proposed, uint64_t timestamp);
   // Takes a unit out that is not launched yet: its members have given it up. Else nothing behind it would be launched.
   void withdraw(const Place& place);
 

@@ -7,11 +7,10 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.two_hosts import two_hosts, why_not
+from harness.two_hosts import why_not
 from job import Job, Programs, build, mpi_tool
 
 OPEN_MPI_ABORT = 195
@@ -21,12 +20,6 @@ needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     return build(tmp_path_factory.mktemp("programs"))
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[list[str]]]:
-    with two_hosts() as prefixes:
-        yield prefixes
 
 
 def spread(hosts: list[list[str]], size: int) -> dict[int, list[str]]:

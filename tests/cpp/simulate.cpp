@@ -92,6 +92,7 @@ struct Group {
 
 struct Buffer {
   std::vector<std::vector<int64_t>> first, values;  // by rank
+  size_t group = 0;                                 // that it was made for
   bool had_message = false;
 };
 
@@ -240,7 +241,6 @@ class Program {
       for (int64_t& value : values) value = static_cast<int64_t>(random_() % 1000);
     }
     buffer.values = buffer.first;
-    group_of_buffer_.push_back(0);
     return buffers_.size() - 1;
   }
 
@@ -249,12 +249,12 @@ class Program {
     if (chance(25)) {
       std::vector<size_t> known;
       for (size_t b = 0; b < buffers_.size(); ++b)
-        if (shares_memory_ || group_of_buffer_[b] == group) known.push_back(b);
+        if (shares_memory_ || buffers_[b].group == group) known.push_back(b);
       if (!known.empty()) return any(known);
     }
     const size_t sizes[] = {0, 1, pick(2, 100), pick(100, 200), pick(200, 1000)};
     const size_t made = new_buffer(sizes[pick(0, 4)]);
-    group_of_buffer_[made] = group;
+    buffers_[made].group = group;
     return made;
   }
 
@@ -295,7 +295,7 @@ class Program {
     // Two messages on one tensor are not kept apart, by no backend.
     if (std::exchange(buffers_[step.buffer].had_message, true)) {
       step.buffer = new_buffer(pick(0, 300));
-      group_of_buffer_[step.buffer] = number;
+      buffers_[step.buffer].group = number;
       buffers_[step.buffer].had_message = true;
     }
     step.descriptor.dtype = DType::kInt64;
@@ -767,7 +767,6 @@ class Program {
   std::vector<Group> groups_;
   std::vector<Step> steps_;
   std::vector<Buffer> buffers_;
-  std::vector<size_t> group_of_buffer_;
   size_t threads_ = 1;
   size_t threads_left_ = 0;
   size_t victims_threads_ = 0;

@@ -45,7 +45,6 @@ class Scheduler {
   TimePoint now() const { return now_; }
   uint64_t steps() const { return steps_; }
   std::vector<std::string> unfinished() const;  // names of the fibers that have not ended
-  const Fiber* running() const { return running_; }
   static bool ended(const Fiber* fiber);
   static Scheduler& current() { return *current_; }
   bool unwinding() const { return unwinding_; }
@@ -109,29 +108,26 @@ struct FiberPlatform {
     }
     // Until notified, or about as long: as on a loaded machine.
     void wait_for(std::unique_lock<Mutex>& lock, std::chrono::microseconds time) {
-      Scheduler& scheduler = Scheduler::current();
-      Scheduler::Fiber* self = scheduler.self();
-      waiters_.push_back(self);
-      lock.unlock();
-      scheduler.sleep_about(time);
-      lock.lock();
-      std::erase(waiters_, self);
+      park(lock, [time] { Scheduler::current().sleep_about(time); });
     }
     template <typename Predicate>
     void wait_for(std::unique_lock<Mutex>& lock, std::chrono::microseconds time, Predicate done) {
       Scheduler& scheduler = Scheduler::current();
       const TimePoint end = scheduler.now() + time;
-      while (!done() && scheduler.now() < end) {
-        Scheduler::Fiber* self = scheduler.self();
-        waiters_.push_back(self);
-        lock.unlock();
-        scheduler.sleep_until(end);
-        lock.lock();
-        std::erase(waiters_, self);
-      }
+      while (!done() && scheduler.now() < end) park(lock, [&] { scheduler.sleep_until(end); });
     }
 
    private:
+    template <typename Sleep>
+    void park(std::unique_lock<Mutex>& lock, Sleep sleep) {
+      Scheduler::Fiber* self = Scheduler::current().self();
+      waiters_.push_back(self);
+      lock.unlock();
+      sleep();
+      lock.lock();
+      std::erase(waiters_, self);
+    }
+
     std::vector<Scheduler::Fiber*> waiters_;
   };
   class Thread {
