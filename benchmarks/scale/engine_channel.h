@@ -20,7 +20,7 @@ inline void copy_used(const Record& from, Record& to) {
 }
 
 // The real interfaces of the transport, a schedule of messages behind them.
-class EngineChannel final : public Channel, ControlPlane, DevicePlane, Handler {
+class EngineChannel final : public Channel, ControlPlane, DataPlane, DevicePlane, Handler {
  public:
   enum class Type : uint8_t { kNone, kRound, kOrder, kTable };
   // In flight: a round or a table, and beside it a second phase, as the engine may have them.
@@ -80,7 +80,12 @@ class EngineChannel final : public Channel, ControlPlane, DevicePlane, Handler {
     }
     world_.data_.launch(group_, rank_, batch.number, device, bytes, cpu(), {this, kBatch, &done});
   }
+  void launch(Batch& batch, bool, Completion& done) override { launch(batch, done); }
   void post(const OperationPtr&) override { throw std::logic_error("no point-to-point here"); }
+  // Once per group: no part of what is measured.
+  bool ready() const override { return true; }
+  void introduce(int, const Operation&, TableEntry&) override {}
+  std::string introduced(int, const std::vector<TableEntry>&) override { return {}; }
   void abort() override {}
 
   // The rank's driver has seen that a collective is over.

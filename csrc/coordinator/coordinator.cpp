@@ -176,6 +176,13 @@ void Coordinator::settle(OperationPtr operation, ErrorPtr error) {
   sink_.completed(std::move(operation));
 }
 
+void Coordinator::launched(const OperationPtr& operation) {
+  memory_.leave(*operation);
+  memory_freed_ = true;
+  operation->mark_launched();
+  sink_.launched(operation);
+}
+
 void Coordinator::abandon(const OperationPtr& operation, ErrorPtr error) {
   operation->abandoned = true;
   memory_.abandon(*operation);

@@ -24,6 +24,8 @@ namespace multicomm {
 class CompletionSink {
  public:
   virtual void completed(OperationPtr operation) = 0;
+  // It is in the queue of its device, and completed() follows.
+  virtual void launched(const OperationPtr&) {}
 
  protected:
   ~CompletionSink() = default;
@@ -64,6 +66,8 @@ class Coordinator final : public InquirySink {
   // Publishes the result and passes the operation on. `operation` may already be done (given up): then only its memory
   // is let go.
   void settle(OperationPtr operation, ErrorPtr error);
+  // Publishes that the operation is in its device's queue: what comes after it on the same memory is behind it there.
+  void launched(const OperationPtr& operation);
   // Publishes the error while the engine still needs the operation's tensors.
   void abandon(const OperationPtr& operation, ErrorPtr error);
   void close(GroupState& group);

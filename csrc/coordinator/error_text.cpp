@@ -119,6 +119,17 @@ ErrorPtr not_made_error(const GroupInfo& info, const std::string& why, bool time
                     error_prefix(info) + "its communicator could not be made: " + why);
 }
 
+ErrorPtr no_device_error(const GroupInfo& info, const Operation& operation, const std::string& why) {
+  return make_error(ErrorKind::kUsage, error_prefix(info) + numbered(operation) + ": " + why +
+                                           "\nNo tensor was changed, and the group can be used further.");
+}
+
+std::string lost_on_device_text(const GroupInfo& info, size_t count, const Operation& first, const std::string& why) {
+  return error_prefix(info) + "given up with " + std::to_string(count) + " operation" + (count == 1 ? "" : "s") +
+         " on the device whose callers may have gone on, the first of them " + numbered(first) +
+         ". What the device made of " + (count == 1 ? "it" : "them") + " is undefined. The reason: " + why;
+}
+
 ErrorPtr broken_error(const GroupInfo& info, const std::string& what) {
   return make_error(ErrorKind::kBroken, error_prefix(info) + what + ". The group cannot be used further.", what);
 }
@@ -167,6 +178,9 @@ std::string standing_text(const Operation& operation, Standing standing, const s
       return who.empty() || who.front() == '\n' ? "not every rank of the group has submitted it" + who : who;
     case Standing::kAgreed:
       return "every rank has submitted it, but its data is still on the way" + (who.empty() ? "" : "; " + who);
+    case Standing::kLaunched:
+      return "every rank has submitted it, and this rank's device has it in its queue, but is not done with it" +
+             (who.empty() ? "" : "; " + who);
   }
   return {};
 }

@@ -23,6 +23,10 @@ ErrorPtr peer_left_error(const GroupInfo& info, int global_rank);
 ErrorPtr closed_error(const GroupInfo& info);
 ErrorPtr aborted_error(const GroupInfo& info, const std::string& reason);
 ErrorPtr not_made_error(const GroupInfo& info, const std::string& why, bool timed_out);
+// The members cannot move device tensors together.
+ErrorPtr no_device_error(const GroupInfo& info, const Operation& operation, const std::string& why);
+// `count` operations whose callers have gone on were on the device when the group was given up.
+std::string lost_on_device_text(const GroupInfo& info, size_t count, const Operation& first, const std::string& why);
 ErrorPtr broken_error(const GroupInfo& info, const std::string& what);
 ErrorPtr message_error(const GroupInfo& info, const Operation& operation, const OperationError& cause);
 ErrorPtr withdrawn_error(const GroupInfo& info, const Operation& operation);
@@ -31,7 +35,7 @@ ErrorPtr cannot_prepare_error(const GroupInfo& info, const Operation& operation,
 ErrorPtr cannot_finish_error(const GroupInfo& info, const Operation& operation, const std::string& what);
 
 // How far an operation came before its time ran out.
-enum class Standing : int { kNoChannel, kQueued, kOffered, kAgreed };
+enum class Standing : int { kNoChannel, kQueued, kOffered, kAgreed, kLaunched };
 // `who`: what its peers were found to be doing, see Stall::describe.
 ErrorPtr timeout_error(const GroupInfo& info, const Operation& operation, Standing standing, const std::string& who);
 std::string stall_text(const GroupInfo& info, const Operation& operation, Standing standing, const std::string& who,

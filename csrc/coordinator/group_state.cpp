@@ -112,7 +112,7 @@ bool GroupState::enter(const OperationPtr& operation) {
     return false;
   }
   try {
-    operation->prepare();
+    if (operation->descriptor.device == DeviceKind::kCpu) operation->prepare();
   } catch (const std::exception& error) {  // no memory for the staged copy: this rank cannot take part
     preparation_failed_ = cannot_prepare_error(info_, *operation, error.what());
     return false;
@@ -138,6 +138,26 @@ void GroupState::point_to_point_done(const OperationPtr& operation, const ErrorP
   }
   settle(operation, error ? message_error(info_, *operation, *error) : nullptr);
   if (all_left_) coordinator_.make_ready(*this);
+}
+
+uint64_t GroupState::message_matched(const OperationPtr& operation, uint64_t number) {
+  std::erase(posted_messages_, operation);
+  BatchInFlight& flight = new_flight({0, {operation}});
+  if (!coordinator_.settings().strict_order || device_stopped_ || broken_) return 0;  // see message_ordered()
+  return std::get<0>(propose({&flight}, number)->place);
+}
+
+void GroupState::message_ordered(const OperationPtr& operation, uint64_t timestamp) {
+  coordinator_.launch_order().learn(timestamp);
+  const auto is_this = [&](const BatchInFlight* flight) { return flight->batch.operations.front() == operation; };
+  for (auto unit = units_.begin(); unit != units_.end(); ++unit)
+    if (unit->flights.size() == 1 && is_this(unit->flights.front())) return decide(unit, timestamp);
+  for (BatchInFlight& flight : batches_) {
+    if (!is_this(&flight)) continue;
+    if (device_stopped_) return end(flight, failure());
+    return launch(flight);  // in relaxed order
+  }
+  // Not found: dropped when the group was given up.
 }
 
 void GroupState::withdraw(const OperationPtr& operation) {
@@ -191,10 +211,12 @@ void GroupState::on_round(const std::string* error) {
     if (result_.descriptors[i].checksum != 0) agreed = i;
   if (fault(Fault::kNoValidation)) agreed = result_.offered;
   table_ = agreed < result_.offered ? Table::kDisagreement : Table::kNone;
-  // An operation whose sizes are still to be exchanged ends the prefix; at its head, it has the round for itself.
+  // An operation before which something is still to be exchanged ends the prefix; at its head, it has the round for
+  // itself.
   for (uint32_t i = 0; i < agreed; ++i) {
-    if (result_.descriptors[i].kind != OpKind::kGatherVariable) continue;
-    table_ = i == 0 ? Table::kSizes : Table::kNone;
+    const bool devices = introduction_due(result_.descriptors[i]);
+    if (!devices && result_.descriptors[i].kind != OpKind::kGatherVariable) continue;
+    table_ = i > 0 ? Table::kNone : devices ? Table::kDevices : Table::kSizes;
     agreed = i;
   }
 
@@ -226,6 +248,15 @@ void GroupState::follow_up() {
   if (broken_ || round_active_) return;
   if (table_ == Table::kDisagreement) start_table(pending_.front()->describe());
   if (table_ == Table::kSizes) start_table(std::to_string(pending_.front()->inputs.front().count));
+  if (table_ == Table::kDevices) {
+    my_entry_ = {};
+    guarded([&] { channel_->device()->introduce(-1, *pending_.front(), my_entry_); });
+    if (!broken_) start_table();
+  }
+}
+
+bool GroupState::introduction_due(const Descriptor& descriptor) const {
+  return descriptor.device != DeviceKind::kCpu && channel_->device() != nullptr && !channel_->device()->ready();
 }
 
 // All members have submitted what is in the unit, so that the second phase waits for nobody's program: one that came
@@ -238,9 +269,8 @@ void GroupState::start_order() {
     // The peers start it, so this rank does; but it has told them that nothing comes of it.
     for (BatchInFlight* flight : std::exchange(unordered_, {})) end(*flight, failure());
   } else {
-    const auto unit = units_.insert(units_.end(), Unit{std::exchange(unordered_, {}), {}});
-    unit->place = order.propose(identity(), next_unit_++, [this, unit] { launch_unit(unit); });
-    my_proposal_ = std::get<0>(unit->place);
+    ordering_ = propose(std::exchange(unordered_, {}), next_unit_++);
+    my_proposal_ = std::get<0>(ordering_->place);
     proposed_ = true;
   }
   order_active_ = true;
@@ -250,21 +280,28 @@ void GroupState::start_order() {
 void GroupState::on_order(const std::string* error) {
   order_active_ = false;
   if (error != nullptr) return broken(*error);
-  LaunchOrder& order = coordinator_.launch_order();
-  order.learn(timestamp_);
-  if (std::exchange(proposed_, false)) {  // not when the group was given up meanwhile
-    const LaunchOrder::Place proposed = units_.back().place;
-    std::get<0>(units_.back().place) = timestamp_;  // first: the unit may be launched, and gone
-    order.decide(proposed, timestamp_);
-  }
+  coordinator_.launch_order().learn(timestamp_);
+  if (std::exchange(proposed_, false)) decide(ordering_, timestamp_);  // not when the group was given up meanwhile
   follow_up();
   coordinator_.make_ready(*this);
 }
 
-void GroupState::launch_unit(std::list<Unit>::iterator unit) {
+GroupState::UnitPlace GroupState::propose(std::vector<BatchInFlight*> flights, uint64_t number) {
+  const auto unit = units_.insert(units_.end(), Unit{std::move(flights), {}});
+  unit->place = coordinator_.launch_order().propose(identity(), number, [this, unit] { launch_unit(unit); });
+  return unit;
+}
+
+void GroupState::decide(UnitPlace unit, uint64_t timestamp) {
+  const LaunchOrder::Place proposed = unit->place;
+  std::get<0>(unit->place) = timestamp;  // first: the unit may be launched, and gone
+  coordinator_.launch_order().decide(proposed, timestamp);
+}
+
+void GroupState::launch_unit(UnitPlace unit) {
   const auto flights = std::move(unit->flights);
   units_.erase(unit);
-  for (BatchInFlight* flight : flights) launch(*flight);
+  for (BatchInFlight* flight : flights) launch(*flight, flight != flights.back());
 }
 
 // The records tell whoever submits another collective. Whoever waits for a message, or whose device waits in a batch,
@@ -291,11 +328,13 @@ void GroupState::told(const Notice& notice) {
 // Takes out what is not launched and never will be: other groups' devices would wait for its turn.
 void GroupState::drop_unlaunched() {
   proposed_ = false;
-  const auto units = std::exchange(units_, {});
-  for (const Unit& unit : units)
+  std::vector<LaunchOrder::Place> places;
+  for (const Unit& unit : std::exchange(units_, {})) {
+    places.push_back(unit.place);
     for (BatchInFlight* flight : unit.flights) strand(*flight);
+  }
   for (BatchInFlight* flight : std::exchange(unordered_, {})) strand(*flight);
-  for (const Unit& unit : units) coordinator_.launch_order().withdraw(unit.place);
+  coordinator_.launch_order().withdraw(places);
 }
 
 // The transport is broken: nothing more is started on it, whatever the last round asks for.
@@ -340,10 +379,7 @@ void GroupState::launch_batches(const std::vector<OperationPtr>& operations) {
   for (Batch& batch : batches) batch.number = next_batch_++;
   if (backwards) std::reverse(batches.begin(), batches.end());
   for (Batch& batch : batches) {
-    BatchInFlight& flight = batches_.emplace_back();
-    flight.group = this;
-    flight.batch = std::move(batch);
-    flight.self = std::prev(batches_.end());
+    BatchInFlight& flight = new_flight(std::move(batch));
     const bool on_device = flight.batch.descriptor().device != DeviceKind::kCpu;
     if (on_device && settings.strict_order && !fault(Fault::kNoSecondPhase)) {
       unordered_.push_back(&flight);
@@ -356,13 +392,26 @@ void GroupState::launch_batches(const std::vector<OperationPtr>& operations) {
   }
 }
 
-void GroupState::launch(BatchInFlight& flight) {
+GroupState::BatchInFlight& GroupState::new_flight(Batch batch) {
+  BatchInFlight& flight = batches_.emplace_back();
+  flight.group = this;
+  flight.batch = std::move(batch);
+  flight.self = std::prev(batches_.end());
+  return flight;
+}
+
+void GroupState::launch(BatchInFlight& flight, bool more) {
   if (broken_) return strand(flight);
   guarded([&] {
     if (flight.batch.descriptor().device == DeviceKind::kCpu) return channel_->data().launch(flight.batch, flight);
     if (channel_->device() == nullptr) throw std::runtime_error("this group moves no device tensors");
-    channel_->device()->launch(flight.batch, flight);
+    channel_->device()->launch(flight.batch, more, flight);
   });
+}
+
+void GroupState::on_launched(BatchInFlight& flight) {
+  for (const OperationPtr& operation : flight.batch.operations)
+    if (!operation->abandoned) coordinator_.launched(operation);
 }
 
 void GroupState::on_batch(BatchInFlight& flight, const std::string* error) {
@@ -389,9 +438,13 @@ void GroupState::end(BatchInFlight& flight, const ErrorPtr& error) {
 }
 
 void GroupState::start_table(const std::string& mine) {
-  entries_.resize(static_cast<size_t>(info_.size()));
   my_entry_ = {};
   std::memcpy(my_entry_.text, mine.data(), std::min(mine.size(), sizeof(my_entry_.text) - 1));
+  start_table();
+}
+
+void GroupState::start_table() {
+  entries_.resize(static_cast<size_t>(info_.size()));
   round_active_ = true;
   guarded([&] { channel_->control().start_table(my_entry_, entries_.data(), table_done_); });
 }
@@ -416,6 +469,19 @@ void GroupState::on_piece_sizes(const std::vector<TableEntry>& entries) {
   launch_batches({operation});
 }
 
+// The operation that asked for it stays in the queue: the next round covers it.
+void GroupState::on_devices(const std::vector<TableEntry>& entries) {
+  std::string why;
+  guarded([&] { why = channel_->device()->introduced(-1, entries); });
+  if (why.empty()) {
+    if (const ErrorPtr failed = failure()) fail_pending(failed);
+    return;
+  }
+  const OperationPtr operation = std::move(pending_.front());
+  pending_.pop_front();
+  settle(operation, no_device_error(info_, *operation, why));
+}
+
 void GroupState::on_table(const std::string* error) {
   round_active_ = false;
   if (error != nullptr) return broken(*error);
@@ -426,7 +492,12 @@ void GroupState::on_table(const std::string* error) {
     return;
   }
   const std::vector<TableEntry> entries = std::exchange(entries_, {});  // the one thing that grows with the group
-  if (std::exchange(table_, Table::kNone) == Table::kSizes) {
+  const Table table = std::exchange(table_, Table::kNone);
+  if (table == Table::kDevices) {
+    on_devices(entries);
+    return coordinator_.make_ready(*this);
+  }
+  if (table == Table::kSizes) {
     on_piece_sizes(entries);
     follow_up();
     return coordinator_.make_ready(*this);
@@ -523,11 +594,24 @@ void GroupState::give_up(ErrorPtr error) {
   take_submissions();
   fail_pending(error);
   for (const OperationPtr& operation : std::exchange(stranded_, {})) settle(operation, error);
+  warn_of_launched(*error);
   for (BatchInFlight& flight : batches_)
     for (const OperationPtr& operation : flight.batch.operations) abandon(operation, error);
   for (const OperationPtr& operation : posted_messages_) abandon(operation, error);
   stop_device();
   coordinator_.make_ready(*this);
+}
+
+// Their callers have gone on and will not ask again: nobody would tell them.
+void GroupState::warn_of_launched(const OperationError& error) {
+  size_t count = 0;
+  OperationPtr first;
+  for_unfinished([&](const OperationPtr& o, bool) {
+    if (!o->launched()) return;
+    ++count;
+    if (!first || o->ticket < first->ticket) first = o;
+  });
+  if (first) coordinator_.warn(lost_on_device_text(info_, count, *first, error.message));
 }
 
 void GroupState::broken(const std::string& what) {
@@ -550,7 +634,7 @@ void GroupState::explain_broken(Operation::Clock::time_point now) {
 }
 
 void GroupState::settle(const OperationPtr& operation, ErrorPtr error) {
-  if (error == nullptr && !operation->abandoned) {
+  if (error == nullptr && !operation->abandoned && operation->descriptor.device == DeviceKind::kCpu) {
     try {
       operation->finish();
     } catch (const std::exception& failure) {  // of this tensor alone: it must not take the engine's step with it
@@ -599,10 +683,11 @@ OperationPtr GroupState::oldest_unfinished() const {
 }
 
 Standing GroupState::standing_of(const Waiting& waiting) const {
-  return channel_ == nullptr           ? Standing::kNoChannel
-         : waiting.agreed              ? Standing::kAgreed
-         : waiting.operation->prepared ? Standing::kOffered
-                                       : Standing::kQueued;
+  return channel_ == nullptr             ? Standing::kNoChannel
+         : waiting.operation->launched() ? Standing::kLaunched
+         : waiting.agreed                ? Standing::kAgreed
+         : waiting.operation->prepared   ? Standing::kOffered
+                                         : Standing::kQueued;
 }
 
 // What the operation waits for, in words, as far as it is known.

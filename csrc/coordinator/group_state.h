@@ -79,6 +79,8 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   // Gives up one point-to-point operation for which its caller no longer waits; the group goes on.
   void withdraw(const OperationPtr& operation);
   void point_to_point_done(const OperationPtr& operation, const ErrorPtr& error) override;
+  uint64_t message_matched(const OperationPtr& operation, uint64_t number) override;
+  void message_ordered(const OperationPtr& operation, uint64_t timestamp) override;
   std::shared_ptr<Channel> release_channel();
 
  private:
@@ -98,16 +100,19 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
     GroupState* group = nullptr;
     Batch batch;
     std::list<BatchInFlight>::iterator self;
+    void launched() override { group->on_launched(*this); }
     void complete(const std::string* error) override { group->on_batch(*this, error); }
   };
 
-  // The device batches of one round: launched together, when their turn has come.
+  // The device batches of one round, or one message: launched together, when their turn has come.
   struct Unit {
     std::vector<BatchInFlight*> flights;
     LaunchOrder::Place place;
   };
-  // What a round's result asks for before the next round may start.
-  enum class Table : uint8_t { kNone, kDisagreement, kSizes };
+  using UnitPlace = std::list<Unit>::iterator;
+  // What a round's result asks for before the next round may start: why its first operation does not fit, the sizes of
+  // what it gathers, or what the members move device tensors with.
+  enum class Table : uint8_t { kNone, kDisagreement, kSizes, kDevices };
 
   // An operation that waits: the oldest collective and the oldest message are looked at.
   struct Waiting {
@@ -131,26 +136,34 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   bool round_busy() const { return round_active_ || order_due_ || table_ != Table::kNone; }
   void start_order();
   void on_order(const std::string* error);
-  void launch_unit(std::list<Unit>::iterator unit);
+  UnitPlace propose(std::vector<BatchInFlight*> flights, uint64_t number);
+  void decide(UnitPlace unit, uint64_t timestamp);
+  void launch_unit(UnitPlace unit);
   void stop_device();
   void drop_unlaunched();
   void stop_following_up();
   void tell_peers();
   void start_table(const std::string& mine);
+  void start_table();  // of my_entry_
   void on_table(const std::string* error);
   void on_piece_sizes(const std::vector<TableEntry>& entries);
+  void on_devices(const std::vector<TableEntry>& entries);
+  bool introduction_due(const Descriptor& descriptor) const;
+  void on_launched(BatchInFlight& flight);
+  BatchInFlight& new_flight(Batch batch);
   void on_batch(BatchInFlight& flight, const std::string* error);
   void end(BatchInFlight& flight, const ErrorPtr& error);
   void strand(BatchInFlight& flight);
   size_t finish_inline(const std::vector<OperationPtr>& operations);
   void launch_batches(const std::vector<OperationPtr>& operations);
-  void launch(BatchInFlight& flight);
+  void launch(BatchInFlight& flight, bool more = false);
   void react_to_members();
   void close_if_over();
   void close();
   void settle(const OperationPtr& operation, ErrorPtr error);
   void abandon(const OperationPtr& operation, const ErrorPtr& error);
   void fail_pending(const ErrorPtr& error);
+  void warn_of_launched(const OperationError& error);
   void broken(const std::string& what);
   void explain_broken(Operation::Clock::time_point now);
   template <typename Start>
@@ -178,6 +191,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   uint64_t next_batch_ = 0;
   std::vector<BatchInFlight*> unordered_;  // device batches of the last round, not proposed yet
   std::list<Unit> units_;                  // proposed and not launched
+  UnitPlace ordering_;                     // the one whose second phase is in flight, while proposed_
   uint64_t next_unit_ = 0;
   bool round_active_ = false;   // a round or its table is in flight
   bool order_due_ = false;      // the second phase of the last round is to be started
@@ -186,7 +200,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   bool leaving_ = false;
   bool creation_failed_ = false;
   bool all_left_ = false;
-  bool proposed_ = false;        // the newest of units_ has no timestamp yet
+  bool proposed_ = false;        // ordering_ is waiting for its timestamp
   bool device_stopped_ = false;  // the group was given up: no device batch is launched any more
   bool peers_told_ = false;
   int given_up_by_ = -1;  // global rank of a member that has said so, outside the rounds

@@ -24,8 +24,9 @@ void LaunchOrder::decide(const Place& proposed, uint64_t timestamp) {
   launch_due();
 }
 
-void LaunchOrder::withdraw(const Place& place) {
-  if (units_.erase(place) > 0) launch_due();
+void LaunchOrder::withdraw(const std::vector<Place>& places) {
+  for (const Place& place : places) units_.erase(place);
+  launch_due();
 }
 
 void LaunchOrder::learn(uint64_t timestamp) { clock_ = std::max(clock_, timestamp); }

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <tuple>
+#include <vector>
 
 namespace multicomm {
 
@@ -25,8 +26,9 @@ class LaunchOrder {
   Place propose(uint64_t group, uint64_t number, std::function<void()> launch);
   // The members' maximum is known. Launches what is due; `launch` may withdraw units.
   void decide(const Place& proposed, uint64_t timestamp);
-  // Takes a unit out that is not launched yet: its members have given it up. Else nothing behind it would be launched.
-  void withdraw(const Place& place);
+  // Takes units out that are not launched yet: their members have given them up. Else nothing behind them would be
+  // launched. All of a group at once, lest one of them be launched when another one goes.
+  void withdraw(const std::vector<Place>& places);
 
   // The logical clock: travels in the records, so that proposals of busy and quiet ranks lie close together.
   uint64_t clock() const { return clock_; }

@@ -51,12 +51,16 @@ class Operation {
   // Readable form for error texts, such as "all_reduce(SUM) of float32 [3, 4]".
   virtual std::string describe() const = 0;
   // Driver: makes `inputs` and `outputs` readable and writable (stages what is not contiguous). Called once, after
-  // every operation on overlapping memory is done.
+  // every operation on overlapping memory is done. On a device its plane does so, in the order of the device's stream.
   virtual void prepare() {}
   // Driver, kGatherVariable: how many elements each member brings, once all have submitted. Makes room in `outputs`.
   virtual void set_piece_sizes(const std::vector<int64_t>&) {}
-  // Driver: copies staged outputs back. Not called for a failed operation: no output is touched.
+  // Driver: copies staged outputs back. Not called for a failed operation: no output is touched. On a device its plane
+  // calls it.
   virtual void finish() {}
+  // On a device: completes the futures that wait for the launch. On the completion thread, with no lock held, where
+  // somebody waits for completion; else not at all.
+  virtual void finalize_launch() {}
   // Completes futures, runs callbacks, lets go of the tensors. Runs once, on the completion thread or in a waiter, with
   // no lock held.
   virtual void finalize() {}
@@ -71,6 +75,7 @@ class Operation {
   Clock::time_point submitted{};
   Clock::time_point deadline = Clock::time_point::max();
   bool own_deadline = false;  // else it follows the group's time-out
+  int device_index = -1;      // on a device: which
   uint64_t sequence = 0;      // within the group: of collectives, or of point-to-point operations
 
   bool timed = false;  // asks for finished()
@@ -83,6 +88,10 @@ class Operation {
   int64_t bytes() const;  // of a point-to-point message, or of what this rank brings to a collective
 
   bool done() const { return done_.load(std::memory_order_acquire); }
+  // On a device: it is in the device's queue, so that a stream can be made to wait for it.
+  bool launched() const { return launched_.load(std::memory_order_acquire); }
+  // Driver.
+  void mark_launched() { launched_.store(true); }
   const ErrorPtr& error() const { return error_; }          // valid once done
   Clock::time_point finished() const { return finished_; }  // valid once done, where `timed`
 
@@ -115,6 +124,7 @@ class Operation {
   ErrorPtr error_;
   std::vector<std::byte> input_copy_;  // driver
   Clock::time_point finished_;
+  std::atomic<bool> launched_{false};
   std::atomic<bool> done_{false};
   std::atomic<bool> finalize_claimed_{false};
   std::atomic<bool> completion_wanted_{false};

@@ -223,6 +223,7 @@ std::string Pictures::standing_of(const Picture& picture, const GroupReport& gro
       if (waiting.message) return "posted; the peer has not come";
       return "offered" + (text.empty() ? "; by now every rank has submitted it" : text);
     case Standing::kAgreed: return "agreed; its data is on the way" + text;
+    case Standing::kLaunched: return "launched; its device is not done with it" + text;
   }
   return "in a state that this version of multicomm does not know";
 }

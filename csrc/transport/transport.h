@@ -15,6 +15,9 @@ namespace multicomm {
 class Completion {
  public:
   virtual void complete(const std::string* error) = 0;
+  // Device planes, before complete() and at most once: all of it is in the device's queue, so that whatever a stream is
+  // made to wait for comes after it.
+  virtual void launched() {}
 
  protected:
   ~Completion() = default;
@@ -51,9 +54,21 @@ class DataPlane {
   virtual void post(const OperationPtr& operation) = 0;
 };
 
-// A data plane of a device that runs strictly in launch order and blocks in each batch until all members have come.
-class DevicePlane : public DataPlane {
+// Moves the tensors of a device that runs strictly in launch order and blocks in each batch until all members have
+// come. All calls by the driver.
+class DevicePlane {
  public:
+  virtual ~DevicePlane() = default;
+  // Before a group's first batch its members tell each other what they move it with, and before the first message of a
+  // pair those two do. `peer`: the other one's group rank; -1 for all members. `first` says on which device.
+  virtual void introduce(int peer, const Operation& first, TableEntry& mine) = 0;
+  // What all members have said (of a pair: both, by group rank). Returns why they cannot work together, or nothing; all
+  // members return the same.
+  virtual std::string introduced(int peer, const std::vector<TableEntry>& all) = 0;
+  virtual bool ready() const = 0;  // the members have been introduced
+  // `batch` stays valid until completion. `more`: the next launch belongs to the same unit, which all members launch
+  // alike. A send or receive is a batch of its own.
+  virtual void launch(Batch& batch, bool more, Completion& done) = 0;
   // The group is given up: what is launched and not done ends with an error, so that the device gets on with other
   // groups.
   virtual void abort() = 0;
@@ -64,6 +79,11 @@ class PointToPointSink {
  public:
   // `error`, if any, says what went wrong; of which group and operation is for the receiver of this to add.
   virtual void point_to_point_done(const OperationPtr& operation, const ErrorPtr& error) = 0;
+  // A message between devices has both its ends. Returns this rank's proposal for its place in the launch order;
+  // `number` is the message's within the group, the same on both sides.
+  virtual uint64_t message_matched(const OperationPtr& operation, uint64_t number) = 0;
+  // The later of both proposals is known: from here on it is a batch of the device.
+  virtual void message_ordered(const OperationPtr& operation, uint64_t timestamp) = 0;
 
  protected:
   ~PointToPointSink() = default;

@@ -136,8 +136,13 @@ class DeviceDouble final : public DevicePlane {
  public:
   DeviceDouble(Device& device, size_t group, int member, int size)
       : device_(device), group_(group), member_(member), size_(size) {}
-  void launch(Batch& batch, Completion& done) override { device_.launch(group_, member_, size_, batch, done); }
-  void post(const OperationPtr&) override {}
+  void introduce(int, const Operation&, TableEntry&) override {}
+  std::string introduced(int, const std::vector<TableEntry>&) override {
+    ready_ = true;
+    return {};
+  }
+  bool ready() const override { return ready_; }
+  void launch(Batch& batch, bool, Completion& done) override { device_.launch(group_, member_, size_, batch, done); }
   void abort() override {}
 
  private:
@@ -145,6 +150,7 @@ class DeviceDouble final : public DevicePlane {
   const size_t group_;
   const int member_;
   const int size_;
+  bool ready_ = false;
 };
 
 }  // namespace multicomm::tests

@@ -40,12 +40,17 @@ struct All final : Progress {
   Device& device;
 };
 
+class NoHostData final : public DataPlane {
+  void launch(Batch&, Completion&) override { throw std::logic_error("a batch of host tensors"); }
+  void post(const OperationPtr&) override { throw std::logic_error("a message"); }
+};
+
 class DoubleChannel final : public Channel {
  public:
   DoubleChannel(MPI_Comm communicator, All& all, const mpi::Types& types, size_t number, int member, int size)
       : number_(number), control_(communicator, all.requests, types), device_(all.device, number, member, size) {}
   ControlPlane& control() override { return control_; }
-  DataPlane& data() override { return device_; }
+  DataPlane& data() override { return host_; }
   DevicePlane* device() override { return &device_; }
   void set_sink(PointToPointSink*) override {}
   bool idle() const override { return true; }
@@ -55,6 +60,7 @@ class DoubleChannel final : public Channel {
   const size_t number_;
   mpi::MpiControlPlane control_;
   DeviceDouble device_;
+  NoHostData host_;
 };
 
 struct Sum final : Operation {

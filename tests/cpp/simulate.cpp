@@ -10,8 +10,9 @@
 // In some seeds one thing goes wrong: a rank dies or is stopped for a while, a member never comes, leaves early or
 // aborts, or asks for something else than its peers. Checked: every operation ends; with the right result, or with an
 // error where the trouble explains it, in the time that it may take, that names group and culprit and leaves the tensor
-// alone; the groups without the culprit have all their results and their devices; nobody sleeps with work outstanding;
-// groups part in order; no memory stays claimed. A failing seed is run again with its schedule printed.
+// alone unless a device had it; the groups without the culprit have all their results and their devices; nobody sleeps
+// with work outstanding; groups part in order; no memory stays claimed. A failing seed is run again with its schedule
+// printed.
 //
 // --fault plants a fault in the engine (see coordinator/faults.h), which the simulation must find.
 #include <algorithm>
@@ -94,6 +95,7 @@ struct Buffer {
   std::vector<std::vector<int64_t>> first, values;  // by rank
   size_t group = 0;                                 // that it was made for
   bool had_message = false;
+  DeviceKind device = DeviceKind::kCpu;
 };
 
 class Program {
@@ -114,6 +116,7 @@ class Program {
   void run() {
     for (int r = 0; r < world_->size(); ++r) {
       sim::FiberPlatform::Thread::rank_of_next = r;
+      world_->coordinator(r).warn = [](const std::string&) {};  // of groups given up with work on the device
       drivers_.push_back(std::make_unique<SimDriver>(world_->coordinator(r), completions_, chance(70)));
     }
     for (int r = 0; r < world_->size(); ++r)
@@ -241,6 +244,7 @@ class Program {
       for (int64_t& value : values) value = static_cast<int64_t>(random_() % 1000);
     }
     buffer.values = buffer.first;
+    if (with_device_ && chance(40)) buffer.device = DeviceKind::kCuda;
     return buffers_.size() - 1;
   }
 
@@ -279,7 +283,7 @@ class Program {
       d.count = buffers_[step.buffer].first.front().size();
       d.equal_hash = mix(d.count);
     }
-    if (with_device_ && chance(40)) d.device = DeviceKind::kCuda;
+    d.device = buffers_[step.buffer].device;
     steps_.push_back(std::move(step));
   }
 
@@ -300,6 +304,7 @@ class Program {
     }
     step.descriptor.dtype = DType::kInt64;
     step.descriptor.count = buffers_[step.buffer].first.front().size();
+    step.descriptor.device = buffers_[step.buffer].device;
     steps_.push_back(std::move(step));
   }
 
@@ -721,13 +726,15 @@ class Program {
       for (int r = 0; r < world_->size(); ++r) {
         if (is_victim_process(r)) continue;
         const std::vector<int64_t>* expected = &buffers_[b].first[static_cast<size_t>(r)];
+        bool undefined = false;  // given up with the device at work on it
         for (const Step& step : steps_) {
           const int member = member_of(groups_[step.group], r);
           if (step.buffer != b || member < 0 || step.after.empty()) continue;
           const OperationPtr& call = step.calls[static_cast<size_t>(member)];
           if (call && call->done() && !call->error()) expected = &step.after[static_cast<size_t>(member)];
+          undefined = undefined || (call && call->launched() && call->error());
         }
-        require(buffers_[b].values[static_cast<size_t>(r)] == *expected,
+        require(undefined || buffers_[b].values[static_cast<size_t>(r)] == *expected,
                 "rank " + std::to_string(r) + ": wrong values in buffer " + std::to_string(b));
       }
     }

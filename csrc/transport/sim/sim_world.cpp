@@ -5,6 +5,7 @@
 #include <map>
 #include <numeric>
 #include <sstream>
+#include <tuple>
 #include <utility>
 
 #include "coordinator/faults.h"
@@ -13,8 +14,6 @@
 namespace multicomm::sim {
 
 class SimChannel;
-
-namespace {
 
 // One collective of one communicator: the i-th start on every member belongs together, whatever it is, as in MPI.
 struct Rendezvous {
@@ -31,14 +30,16 @@ struct Rendezvous {
   std::vector<Completion*> waiting;  // by member, of batches
   size_t started = 0;
 
-  void add(Batch& batch, Completion& done, int member, size_t size) {
+  void add(Batch& batch, Completion& done, size_t member, size_t size) {
     batches.resize(size);
     waiting.resize(size);
-    batches[static_cast<size_t>(member)] = &batch;
-    waiting[static_cast<size_t>(member)] = &done;
+    batches[member] = &batch;
+    waiting[member] = &done;
     ++started;
   }
 };
+
+namespace {
 
 struct Communicator {
   std::map<uint64_t, Rendezvous> open;  // by number
@@ -68,7 +69,10 @@ struct SimGroup {
   std::vector<int> members;
   uint64_t identity;
   Communicator control, data, device;
-  std::vector<Posted> sends, receives;                                   // unmatched, in posting order
+  std::vector<Posted> sends, receives;  // unmatched, in posting order
+  uint64_t next_device_message = 0;
+  std::map<std::tuple<int, int, uint64_t>, Rendezvous> device_messages;  // by sender, receiver, number of the pair's
+  std::map<std::tuple<int, int, int>, uint64_t> next_on_device;          // by sender, receiver, which of them
   std::vector<std::pair<GroupPtr, std::shared_ptr<SimChannel>>> joined;  // until all have
 };
 
@@ -87,6 +91,15 @@ void check_same(const std::vector<Batch*>& batches) {
     }
     if (!same) throw OrderViolation("members launched different batches as number " + std::to_string(first.number));
   }
+}
+
+// Of a message: what was sent.
+Results deliver(const std::vector<Batch*>& batches) {
+  const Operation& send = *batches[0]->operations.front();
+  const Operation& receive = *batches[1]->operations.front();
+  if (send.descriptor.kind != OpKind::kSend || receive.descriptor.kind != OpKind::kRecv || send.tag != receive.tag)
+    throw OrderViolation("a device was given one message as another");
+  return {{send.inputs.front().data, send.inputs.front().data + send.bytes()}};
 }
 
 // Runs a batch the plain way: per operation, the result, or all pieces of a gather one after the other.
@@ -137,23 +150,57 @@ class SimDevice final : public DevicePlane {
  public:
   SimDevice(SimWorld& world, SimGroup& group, int member) : world_(world), group_(group), member_(member) {}
 
-  void launch(Batch& batch, Completion& done) override {
+  void introduce(int, const Operation&, TableEntry& mine) override { mine.text[0] = static_cast<char>('A' + member_); }
+  std::string introduced(int, const std::vector<TableEntry>& all) override {
+    for (size_t m = 0; m < group_.members.size(); ++m)
+      if (all[m].text[0] != static_cast<char>('A' + m)) throw OrderViolation("not the members' introductions");
+    if (std::exchange(ready_, true)) throw OrderViolation("introduced twice");
+    return {};
+  }
+  bool ready() const override { return ready_; }
+
+  void launch(Batch& batch, bool, Completion& done) override {
     const std::lock_guard lock(world_.mutex_);
     auto& stream = world_.rank(rank()).stream;
-    stream.push_back({&group_, member_, group_.device.next[static_cast<size_t>(member_)]++, &batch, &done});
+    const Operation& first = *batch.operations.front();
+    const auto told = std::make_shared<bool>(false);
+    if (is_point_to_point(first.descriptor.kind)) {
+      const bool receives = first.descriptor.kind == OpKind::kRecv;
+      const int source = receives ? first.peer : member_, target = receives ? member_ : first.peer;
+      const uint64_t number = group_.next_on_device[{source, target, receives ? 1 : 0}]++;
+      const auto rank_of = [&](int member) { return group_.members[static_cast<size_t>(member)]; };
+      stream.push_back({&group_,
+                        &group_.device_messages[{source, target, number}],
+                        receives ? size_t{1} : size_t{0},
+                        {rank_of(source), rank_of(target)},
+                        &batch,
+                        &done,
+                        told});
+    } else {
+      if (!ready_) throw OrderViolation("a batch before the introductions");
+      const uint64_t number = group_.device.next[static_cast<size_t>(member_)]++;
+      stream.push_back(
+          {&group_, &group_.device.open[number], static_cast<size_t>(member_), group_.members, &batch, &done, told});
+    }
+    world_.schedule(
+        rank(),
+        [told, &done] {
+          if (!std::exchange(*told, true)) done.launched();
+        },
+        nullptr);
     if (stream.size() == 1) next();
   }
-  void post(const OperationPtr&) override { throw OrderViolation("the device has no point-to-point"); }
   void abort() override {
     const std::lock_guard lock(world_.mutex_);
     auto& stream = world_.rank(rank()).stream;
     const bool was_head = !stream.empty() && stream.front().group == &group_;
     std::erase_if(stream, [&](const SimWorld::OnDevice& entry) {
       if (entry.group != &group_) return false;
-      if (entry.begun) --group_.device.open[entry.number].started;  // its peers' devices wait on
+      if (entry.begun) --entry.meeting->started;  // its peers' devices wait on
       world_.schedule(
           rank(),
-          [done = entry.done] {
+          [done = entry.done, told = entry.told] {
+            *told = true;
             const std::string error = "aborted";
             done->complete(&error);
           },
@@ -166,12 +213,14 @@ class SimDevice final : public DevicePlane {
  private:
   int rank() const { return group_.members[static_cast<size_t>(member_)]; }
   void next() {
-    world_.schedule(rank(), [this] { world_.device_step(rank()); }, nullptr, true);
+    // The device goes on when this group is gone.
+    world_.schedule(rank(), [world = &world_, to = rank()] { world->device_step(to); }, nullptr, true);
   }
 
   SimWorld& world_;
   SimGroup& group_;
   const int member_;
+  bool ready_ = false;
 };
 
 class SimChannel final : public Channel, ControlPlane, DataPlane {
@@ -255,10 +304,14 @@ class SimChannel final : public Channel, ControlPlane, DataPlane {
     if (match != others.end()) {
       SimGroup::Posted other = std::move(*match);
       others.erase(match);
-      exchange(sends ? mine : other, sends ? other : mine);
+      const SimGroup::Posted& send = sends ? mine : other;
+      const SimGroup::Posted& receive = sends ? other : mine;
+      if (operation->descriptor.device != DeviceKind::kCpu) exchange_on_device(send, receive);
+      else exchange(sends ? mine : other, sends ? other : mine);
       return;
     }
-    if (sends && world_.random()() % 2 == 0) {  // small enough to be on its way at once
+    if (sends && operation->descriptor.device == DeviceKind::kCpu &&
+        world_.random()() % 2 == 0) {  // small enough to be on its way at once
       mine.eager = true;
       mine.payload = payload_of(*operation);
       report(operation, nullptr);
@@ -293,6 +346,34 @@ class SimChannel final : public Channel, ControlPlane, DataPlane {
     receive.channel->report(receive.operation, error, std::move(payload));
   }
 
+  // Each side proposes when it learns that the other has come; the sender knows both proposals first.
+  void exchange_on_device(const SimGroup::Posted& send, const SimGroup::Posted& receive) {
+    const uint64_t number = (uint64_t{1} << 63) + group_.next_device_message++;
+    SimChannel* const from = send.channel;
+    SimChannel* const to = receive.channel;
+    receive.operation->peer = from->member_;
+    to->on_driver([=, sent = send.operation, received = receive.operation](SimChannel& at_target) {
+      const uint64_t proposed = at_target.sink_->message_matched(received, number);
+      const std::lock_guard lock(at_target.world_.mutex_);
+      from->on_driver([=](SimChannel& at_source) {
+        const uint64_t timestamp = std::max(proposed, at_source.sink_->message_matched(sent, number));
+        {
+          const std::lock_guard lock(at_source.world_.mutex_);
+          to->on_driver([=](SimChannel& again) {
+            --again.messages_;
+            again.sink_->message_ordered(received, timestamp);
+          });
+        }
+        --at_source.messages_;
+        at_source.sink_->message_ordered(sent, timestamp);
+      });
+    });
+  }
+  template <typename Task>
+  void on_driver(Task task) {
+    world_.schedule(rank_, [this, task] { task(*this); }, &group_);
+  }
+
   Rendezvous& join(Communicator& communicator, Rendezvous::Kind kind) {
     Rendezvous& r = communicator.open[communicator.next[static_cast<size_t>(member_)]++];
     if (r.kind != Rendezvous::Kind::kNone && r.kind != kind)
@@ -303,7 +384,7 @@ class SimChannel final : public Channel, ControlPlane, DataPlane {
 
   void start(Batch& batch, Completion& done) {
     Rendezvous& r = join(group_.data, Rendezvous::Kind::kBatch);
-    r.add(batch, done, member_, group_.members.size());
+    r.add(batch, done, static_cast<size_t>(member_), group_.members.size());
     ++world_.rank(rank_).buffers_in_use;
     if (r.started < group_.members.size()) return;
     const auto results = std::make_shared<const Results>(execute(r.batches));
@@ -455,23 +536,29 @@ void SimWorld::device_step(int number) {
   if (stream.empty() || stream.front().begun) return;
   OnDevice& head = stream.front();
   SimGroup& group = *head.group;
+  Rendezvous& r = *head.meeting;
   head.begun = true;
-  Rendezvous& r = group.device.open[head.number];
-  r.add(*head.batch, *head.done, head.member, group.members.size());
-  if (r.started < group.members.size()) return;
-  const auto results = std::make_shared<const Results>(execute(r.batches));
-  for (size_t m = 0; m < r.batches.size(); ++m) {
-    const int to = group.members[m];
+  r.add(*head.batch, *head.done, head.place, head.ranks.size());
+  if (r.started < head.ranks.size()) return;
+  const std::vector<int> ranks = head.ranks;
+  const bool message = is_point_to_point(head.batch->descriptor().kind);
+  const Results results = message ? deliver(r.batches) : execute(r.batches);
+  for (size_t m = 0; m < ranks.size(); ++m) {
+    const int to = ranks[m];
+    if (cut_off_.count(to) > 0) continue;  // died in the batch, to which it had brought its part
+    const auto told = rank(to).stream.front().told;
     rank(to).stream.pop_front();
+    write(results, *r.batches[m]);
     schedule(
         to,
-        [results, batch = r.batches[m], done = r.waiting[m]] {
-          write(*results, *batch);
+        [told, done = r.waiting[m]] {
+          if (!std::exchange(*told, true)) done->launched();
           done->complete(nullptr);
         },
         nullptr);
     if (!rank(to).stream.empty()) schedule(to, [this, to] { device_step(to); }, nullptr, true);
   }
+  std::erase_if(group.device_messages, [&](const auto& entry) { return &entry.second == &r; });
   erase(group.device, r);
 }
 

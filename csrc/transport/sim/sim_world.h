@@ -26,6 +26,7 @@ struct OrderViolation : std::logic_error {
 };
 
 struct SimGroup;
+struct Rendezvous;
 
 class SimWorld {
  public:
@@ -71,10 +72,12 @@ class SimWorld {
   // A device: runs what it is given one after the other, and each for as long as a member has not come to it.
   struct OnDevice {
     SimGroup* group;
-    int member;
-    uint64_t number;  // of the member's launches on this communicator
+    Rendezvous* meeting;
+    size_t place;            // in it
+    std::vector<int> ranks;  // by place
     Batch* batch;
     Completion* done;
+    std::shared_ptr<bool> told;  // its caller, that it is launched
     bool begun = false;
   };
   struct Rank final : Progress, CompletionSink, InquiryPlane {
