@@ -151,14 +151,11 @@ SimStream& stream_of(c10::DeviceIndex device, c10::StreamId id) {
 SimStream& stream_of(const c10::Stream& stream) { return stream_of(stream.device_index(), stream.id()); }
 
 thread_local c10::DeviceIndex current_device = 0;
-thread_local std::map<c10::DeviceIndex, c10::StreamId> current_streams;
+thread_local std::array<c10::StreamId, 128> current_streams{};  // by device; as many as a DeviceIndex can name
 
 c10::DeviceIndex index_of(c10::Device device) { return device.has_index() ? device.index() : current_device; }
 
-SimStream& current_stream(c10::Device device) {
-  const auto current = current_streams.find(index_of(device));
-  return stream_of(index_of(device), current == current_streams.end() ? 0 : current->second);
-}
+SimStream& current_stream(c10::Device device) { return stream_of(index_of(device), current_streams[index_of(device)]); }
 
 // ----------------------------------------------------------------------------------------------------------- events
 

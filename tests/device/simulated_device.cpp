@@ -94,10 +94,7 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
   }
   void uncheckedSetDevice(Device device) const noexcept override { current_device = device.index(); }
 
-  Stream getStream(Device device) const override {
-    const auto current = current_streams.find(index_of(device));
-    return make(device, current == current_streams.end() ? 0 : current->second);
-  }
+  Stream getStream(Device device) const override { return make(device, current_streams[index_of(device)]); }
   Stream getDefaultStream(Device device) const override { return make(device, 0); }
   Stream getStreamFromGlobalPool(Device device, bool high_priority) const override {
     const auto turn = state_of(index_of(device)).next[high_priority]++;
