@@ -64,6 +64,16 @@ $(ORDER_TEST): $(VENV)/.tools tests/cpp/device_double.h $(ORDER_SOURCES) $(wildc
 	OMPI_CXX=$(CXX) $(BIN)/mpicxx -std=c++20 -O2 -g -Wall -Wextra -Werror -Wno-restrict -DOMPI_SKIP_MPICXX -Icsrc -Itests/cpp -pthread \
 		$(ORDER_SOURCES) -o $@ -Wl,-rpath,$(abspath $(VENV))/lib
 
+# The simulated accelerator, for torch to load.
+DEVICE := build/device/libsimulated_device.so
+TORCH_FLAGS := import torch; from torch.utils import cpp_extension as c; \
+	print(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", *(f"-isystem {p}" for p in c.include_paths()), \
+	*(f"-L{p} -Wl,-rpath,{p}" for p in c.library_paths()))
+$(DEVICE): $(wildcard tests/device/*.cpp tests/device/*.h) $(VENV)/.tools
+	@mkdir -p $(@D)
+	$(CXX) -std=c++20 -O2 -g -fPIC -shared -Wall -Wextra -Werror -pthread tests/device/simulated_device.cpp -o $@ \
+		$$($(BIN)/python -c '$(TORCH_FLAGS)') -ltorch_cpu -lc10
+
 -include $(SIM_OBJECTS:.o=.d) $(wildcard $(SIM)/tests/*.d)
 .PRECIOUS: $(SIM)/tests/%.o
 
@@ -136,7 +146,7 @@ demo: all
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/ddp_subgroups.py
 
 # The second run holds Gloo to the same right results, where it has the operation.
-test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test $(FAST_SIMULATE) $(ORDER_TEST) $(SCALE) fuzz-targets
+test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test $(FAST_SIMULATE) $(ORDER_TEST) $(SCALE) $(DEVICE) fuzz-targets
 	$(BIN)/python -m pytest
 	MULTICOMM_TEST_BACKEND=gloo $(BIN)/python -m pytest -q -p no:cacheprovider -r f tests/test_operations.py
 
