@@ -15,7 +15,11 @@ constexpr std::chrono::hours kNoBound{24};
 
 void finalize_all(std::vector<OperationPtr>& operations) {
   for (OperationPtr& operation : operations) {
-    if (operation->claim_finalize()) operation->finalize();
+    if (!operation->done()) {
+      if (operation->claim_finalize_launch()) operation->finalize_launch();
+    } else if (operation->claim_finalize()) {
+      operation->finalize();
+    }
     operation.reset();
   }
   operations.clear();
@@ -72,6 +76,17 @@ void CompletionQueue::completed(OperationPtr operation) {
     }
   }
   if (notify) changed_.notify_one();
+}
+
+// Only futures want to know; one that is asked for later finds it launched.
+void CompletionQueue::launched(const OperationPtr& operation) {
+  if (!operation->completion_wanted()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    callbacks_.push_back(operation);
+    callbacks_waiting_.store(true, std::memory_order_relaxed);
+  }
+  changed_.notify_one();
 }
 
 void CompletionQueue::drain() {

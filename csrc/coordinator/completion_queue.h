@@ -23,6 +23,7 @@ class CompletionQueue final : public CompletionSink {
   ~CompletionQueue();
 
   void completed(OperationPtr operation) override;
+  void launched(const OperationPtr& operation) override;
   void drain();  // any thread without a lock or the GIL: finalizes and releases what needs no callback
   void flush();  // wakes the thread for what is left
   // Called by the coordinator now and then: starts another thread when callbacks wait behind one that does not return.
@@ -38,7 +39,7 @@ class CompletionQueue final : public CompletionSink {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<OperationPtr> callbacks_;                   // guarded by mutex_
+  std::deque<OperationPtr> callbacks_;                   // guarded by mutex_; also those that are launched only
   std::vector<OperationPtr> releases_;                   // guarded by mutex_
   int64_t release_bytes_ = 0;                            // guarded by mutex_
   bool flush_ = false;                                   // guarded by mutex_

@@ -95,6 +95,8 @@ class Operation {
   const ErrorPtr& error() const { return error_; }          // valid once done
   Clock::time_point finished() const { return finished_; }  // valid once done, where `timed`
 
+  // True for the one caller that has to run finalize_launch().
+  bool claim_finalize_launch() { return !launch_claimed_.exchange(true); }
   // True for the one caller that has to run finalize().
   bool claim_finalize() { return !finalize_claimed_.exchange(true); }
   bool finalize_claimed() const { return finalize_claimed_.load(); }
@@ -126,6 +128,7 @@ class Operation {
   Clock::time_point finished_;
   std::atomic<bool> launched_{false};
   std::atomic<bool> done_{false};
+  std::atomic<bool> launch_claimed_{false};
   std::atomic<bool> finalize_claimed_{false};
   std::atomic<bool> completion_wanted_{false};
 };

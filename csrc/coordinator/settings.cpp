@@ -77,6 +77,10 @@ std::string signal_name(int number) {
   return std::to_string(number);
 }
 
+const char* cuda_name(CudaMode mode) {
+  return mode == CudaMode::kAuto ? "auto" : mode == CudaMode::kNccl ? "nccl" : "staged";
+}
+
 const Known kKnown[] = {
     {"MULTICOMM_FUSION_BYTES", "largest fused buffer, bytes (all ranks alike)",
      [](Settings& s, std::string_view v) { s.fusion_buffer_bytes = parse_number(v); },
@@ -95,6 +99,33 @@ const Known kKnown[] = {
        s.strict_order = v == "strict";
      },
      [](const Settings& s) { return std::string(s.strict_order ? "strict" : "relaxed"); }},
+    {"MULTICOMM_CUDA",
+     "what moves CUDA tensors: nccl; staged: host memory and MPI; auto: NCCL, or host memory where NCCL cannot (all "
+     "ranks alike)",
+     [](Settings& s, std::string_view v) {
+       if (v == "auto") s.cuda = CudaMode::kAuto;
+       else if (v == "nccl") s.cuda = CudaMode::kNccl;
+       else if (v == "staged") s.cuda = CudaMode::kStaged;
+       else reject(v, "one of auto, nccl, staged");
+     },
+     [](const Settings& s) { return std::string(cuda_name(s.cuda)); }},
+    {"MULTICOMM_CUDA_HIGH_PRIORITY", "1: communication on CUDA devices runs on a stream of high priority",
+     [](Settings& s, std::string_view v) { s.cuda_high_priority = parse_flag(v); },
+     [](const Settings& s) { return std::string(s.cuda_high_priority ? "1" : "0"); }},
+    {"MULTICOMM_CUDA_BLOCKING_WAIT",
+     "1: wait() of CUDA tensors returns when the device is done, with its errors; 0: when it is launched",
+     [](Settings& s, std::string_view v) { s.cuda_blocking_wait = parse_flag(v); },
+     [](const Settings& s) { return std::string(s.cuda_blocking_wait ? "1" : "0"); }},
+    {"MULTICOMM_NCCL_LIBRARY", "path of libnccl.so.2 (default: the one that torch uses)",
+     [](Settings& s, std::string_view v) { s.nccl_library = v; }, [](const Settings& s) { return s.nccl_library; }},
+    {"MULTICOMM_STAGING_BYTES",
+     "CUDA tensors on their way through host memory: bytes of a chunk, beyond which the next one's copy overlaps it "
+     "(all ranks alike)",
+     [](Settings& s, std::string_view v) {
+       s.staging_bytes = parse_number(v);
+       if (s.staging_bytes == 0) reject(v, "at least 1");
+     },
+     [](const Settings& s) { return std::to_string(s.staging_bytes); }},
     {"MULTICOMM_CHUNK_ELEMENTS",
      "most elements (bytes, of a message) that one MPI call moves; larger ones take several (all ranks alike)",
      [](Settings& s, std::string_view v) {
@@ -128,6 +159,7 @@ std::string Settings::shared_text() const {
        << " MULTICOMM_FUSION_OPERATION_BYTES=" << fusion_operation_bytes
        << " MULTICOMM_DETERMINISTIC=" << (deterministic ? 1 : 0)
        << " MULTICOMM_ORDER=" << (strict_order ? "strict" : "relaxed")
+       << " MULTICOMM_CUDA=" << cuda_name(cuda) << " MULTICOMM_STAGING_BYTES=" << staging_bytes
        << " MULTICOMM_CHUNK_ELEMENTS=" << chunk_elements;
   return text.str();
 }

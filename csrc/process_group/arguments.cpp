@@ -1,6 +1,7 @@
 #include "process_group/arguments.h"
 
 #include <ATen/ATen.h>
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/MemoryOverlap.h>
 #include <c10/util/Exception.h>
 
@@ -20,11 +21,11 @@ std::ostream& operator<<(std::ostream& out, const Where& where) {
 
 const at::Tensor& single_tensor(const Where& where, const std::vector<at::Tensor>& tensors) {
   TORCH_CHECK_VALUE(tensors.size() == 1, where, " takes one tensor per call, not ", tensors.size());
-  check_dense_cpu(where, tensors.front());
+  check_dense(where, tensors.front());
   return tensors.front();
 }
 
-void check_dense_cpu(const Where& where, const at::Tensor& tensor) {
+void check_dense(const Where& where, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.defined(), where, ": undefined tensor");
   TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == at::kStrided, where, " of ", tensor.layout(),
                               " tensors is not supported; convert it with to_dense()");
@@ -33,7 +34,7 @@ void check_dense_cpu(const Where& where, const at::Tensor& tensor) {
 
 void check_cpu(const Where& where, const at::Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(tensor.device().is_cpu(), where, " of tensors on ", tensor.device(),
-                              " is not supported; this build moves CPU tensors");
+                              " is not supported; convert them with to_dense() or move them to the CPU");
 }
 
 void check_writable(const Where& where, const at::Tensor& tensor) {
@@ -47,8 +48,8 @@ void check_root(const Where& where, int64_t root, int size) {
 }
 
 void check_pair(const Where& where, const at::Tensor& output, const at::Tensor& input) {
-  check_dense_cpu(where, output);
-  check_dense_cpu(where, input);
+  check_dense(where, output);
+  check_dense(where, input);
   TORCH_CHECK_TYPE(output.scalar_type() == input.scalar_type(), where, ": input is ", input.scalar_type(),
                    ", output is ", output.scalar_type());
   check_writable(where, output);
@@ -59,7 +60,7 @@ void check_list(const Where& where, const char* what, const std::vector<at::Tens
   TORCH_CHECK_VALUE(static_cast<int>(list.size()) == size, where, ": the ", what, " list has ", list.size(),
                     " tensors, the group has ", size, " ranks");
   for (const at::Tensor& tensor : list) {
-    check_dense_cpu(where, tensor);
+    check_dense(where, tensor);
     TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, where, ": a tensor of the ", what, " list is ",
                      tensor.scalar_type(), ", not ", dtype);
   }

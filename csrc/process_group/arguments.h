@@ -21,7 +21,8 @@ std::ostream& operator<<(std::ostream& out, const Where& where);  // "multicomm:
 
 const at::Tensor& single_tensor(const Where& where, const std::vector<at::Tensor>& tensors);
 void check_cpu(const Where& where, const at::Tensor& tensor);
-void check_dense_cpu(const Where& where, const at::Tensor& tensor);
+// Of a CPU tensor or one on an accelerator.
+void check_dense(const Where& where, const at::Tensor& tensor);
 // Whether a result can be put into the tensor: no two elements share memory.
 void check_writable(const Where& where, const at::Tensor& tensor);
 void check_root(const Where& where, int64_t root, int size);

@@ -62,7 +62,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allreduce_coalesced(Tensor
                                                                           const c10d::AllreduceCoalescedOptions& opts) {
   std::vector<TensorOperationPtr> operations;
   for (const at::Tensor& tensor : tensors) {
-    check_dense_cpu(at("all_reduce_coalesced"), tensor);
+    check_dense(at("all_reduce_coalesced"), tensor);
     operations.push_back(make_all_reduce(tensor, opts.reduceOp));
   }
   return submit({OpType::ALLREDUCE_COALESCED, "multicomm:all_reduce_coalesced", opts.timeout, opts.asyncOp},
@@ -144,7 +144,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::allgather_coalesced(Tensor
   std::vector<TensorOperationPtr> operations;
   Tensors flat;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check_dense_cpu(at("all_gather_coalesced"), inputs[i]);
+    check_dense(at("all_gather_coalesced"), inputs[i]);
     Tensors pieces;
     for (const Tensors& list : outputs) {
       TORCH_CHECK_VALUE(list.size() == inputs.size(), at("all_gather_coalesced"), ": an output list has ", list.size(),

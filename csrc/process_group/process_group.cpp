@@ -1,10 +1,15 @@
 #include "process_group/process_group.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <utility>
 
 #include "process_group/store_adapter.h"
+#include "process_group/streams.h"
+#include "transport/device/nccl_calls.h"
 
 namespace multicomm {
 namespace {
@@ -280,9 +285,52 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::endCoalescing() {
                 std::move(outputs));
 }
 
+// Of one call, and of one group in one process, all tensors are on one device (or on the CPU): the communicators are
+// that device's.
+void ProcessGroupMulticomm::check_device(const TensorOperation& operation, const char* title) {
+  const char* const colon = std::strchr(title, ':');
+  const Where where = at(colon == nullptr ? title : colon + 1);
+  TORCH_CHECK_VALUE(!operation.second_device(), where, ": its tensors are on ", operation.first_device(), " and on ",
+                    operation.second_device().value_or(c10::Device(c10::kCPU)), "; move them to one device");
+  if (!operation.device) return;
+  int bound = -1;
+  const int index = operation.device->index();
+  const bool fits = device_.compare_exchange_strong(bound, index) || bound == index;
+  TORCH_CHECK_VALUE(fits, where, " of tensors on ", *operation.device, ": the first tensors of this group were on ",
+                    c10::Device(operation.device->type(), static_cast<c10::DeviceIndex>(bound)),
+                    "; a process moves those of one device in a group: call torch.cuda.set_device() first, or use "
+                    "another group");
+  const CudaMode mode = Runtime::get().settings().cuda;
+  const Descriptor& d = operation.descriptor;
+  TORCH_CHECK_NOT_IMPLEMENTED(mode != CudaMode::kNccl || device::nccl_serves(d), where, ": NCCL has no ",
+                              name_of(d.reduce_op), " of ", operation.scalar_type,
+                              "; MULTICOMM_CUDA=auto moves such tensors through host memory");
+  TORCH_CHECK_VALUE(!is_point_to_point(d.kind) || operation.peer != rank_, where,
+                    ": between devices a rank sends nothing to itself; use copy_()");
+}
+
+// What the current stream has been given before the call is done before the tensors are touched.
+void ProcessGroupMulticomm::follow_streams(const std::vector<TensorOperationPtr>& operations) {
+  std::shared_ptr<c10::Event> ready;
+  std::optional<c10::Stream> stream;
+  for (const auto& operation : operations) {
+    if (!operation->device) continue;
+    if (!ready) {
+      const c10::impl::VirtualGuardImpl guard(operation->device->type());
+      stream = guard.getStream(*operation->device);
+      refuse_capture(guard, *stream, at("a collective"));
+      ready = std::make_shared<c10::Event>(operation->device->type());
+      ready->record(*stream);
+    }
+    operation->source = stream;
+    operation->ready = ready;
+  }
+}
+
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::submit(const Call& call,
                                                              std::vector<TensorOperationPtr> operations,
                                                              const Tensors& inputs, Tensors outputs) {
+  for (const auto& operation : operations) check_device(*operation, call.title);
   {
     const std::lock_guard lock(mutex_);
     if (coalescing_) {
@@ -293,6 +341,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::submit(const Call& call,
     }
   }
   Runtime& runtime = Runtime::get();
+  follow_streams(operations);
   const auto now = Operation::Clock::now();
   for (const auto& operation : operations) {
     operation->submitted = now;

@@ -123,6 +123,8 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   Where at(const char* operation) const { return {group_->info(), operation}; }
   void check_tag(const char* operation, int tag) const;
   void report_missing(const Where& where, const at::Tensor& missing, std::chrono::milliseconds timeout) const;
+  void check_device(const TensorOperation& operation, const char* title);
+  void follow_streams(const std::vector<TensorOperationPtr>& operations);
   void observe(WorkState& state, const Call& call, const std::vector<TensorOperationPtr>& operations);
   TensorOperationPtr message(OpKind kind, const at::Tensor& tensor, int peer, int tag);
   void finish_in_time(const TensorOperationPtr& operation, Operation::Clock::time_point deadline);
@@ -148,6 +150,7 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<bool> timing_{false};
   std::atomic<int> monitored_barriers_{0};
+  std::atomic<int> device_{-1};  // index of the one that its tensors are on; -1: none yet
   using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
   std::shared_ptr<const Hook> hook_;  // set before the first operation
   const std::shared_ptr<Pending> pending_ = std::make_shared<Pending>();

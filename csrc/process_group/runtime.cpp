@@ -1,5 +1,6 @@
 #include "process_group/runtime.h"
 
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -10,7 +11,9 @@
 #include <stdexcept>
 #include <utility>
 
+#include "bootstrap/host_identity.h"
 #include "coordinator/error_text.h"
+#include "transport/device/group_plane.h"
 
 extern char** environ;
 
@@ -31,6 +34,18 @@ bool oversubscribed() {
     if (const char* value = std::getenv(name)) return std::atoi(value) > CPU_COUNT(&cores);
   }
   return true;  // unknown: yielding costs little, starving a peer costs much
+}
+
+// Whether tensors on a device may come. Without asking the device's driver, which is not to be woken by programs that
+// use none.
+bool device_at_hand() {
+  if (at::isPrivateUse1HooksRegistered()) return true;
+  return access("/dev/nvidiactl", F_OK) == 0 || access("/dev/dxg", F_OK) == 0;
+}
+
+uint64_t host_hash() {
+  static const uint64_t hash = std::hash<std::string>()(bootstrap::host_identity());
+  return hash;
 }
 
 std::function<void()>& interrupt_check_slot() {
@@ -67,6 +82,12 @@ Runtime::Runtime()
       driver_(coordinator_, completions_, oversubscribed()),
       inspection_(coordinator_, driver_, settings().inspect_signal),
       maker_(shared_, [this] { start_inquiries(); }) {
+  launchers_ = std::make_unique<device::Launchers>(settings().cuda_high_priority, [this] { driver_.wake(); });
+  coordinator_.post([this] { shared_.pollers.attach(launchers_->reports()); });
+  shared_.has_device = &device_at_hand;
+  shared_.make_device = [this](const mpi::GroupDeviceParts& parts) {
+    return std::make_unique<device::GroupPlane>(parts, settings(), *launchers_, host_hash());
+  };
   coordinator_.on_channel_released = [this](std::shared_ptr<Channel> channel) { maker_.free(std::move(channel)); };
 }
 

@@ -11,6 +11,7 @@
 #include "coordinator/coordinator.h"
 #include "coordinator/driver.h"
 #include "process_group/inspection.h"
+#include "transport/device/launcher.h"
 #include "transport/mpi/group_maker.h"
 #include "transport/mpi/inquiries.h"
 
@@ -53,6 +54,7 @@ class Runtime {
 
   const int pid_;
   mpi::Shared shared_;
+  std::unique_ptr<device::Launchers> launchers_;
   CompletionQueue completions_;
   Coordinator coordinator_;
   Driver driver_;

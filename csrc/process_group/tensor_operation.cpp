@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -57,22 +59,48 @@ std::exception_ptr to_exception(const ErrorPtr& error) {
       c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error->message));
 }
 
-void WorkState::one_done(const Operation& operation) {
+// Whether the future has what it waits for now. Under the lock.
+bool WorkState::count_down(TensorOperation& operation) {
+  if (std::exchange(operation.counted_for_future, true)) return false;
+  if (operation.event && !operation.error()) event_ = operation.event;
+  return --awaited_ == 0;
+}
+
+// What the future's users do comes behind the device's work: a stream of the pool waits for just that, and the future
+// takes its place from it.
+void WorkState::complete(const c10::intrusive_ptr<c10::ivalue::Future>& future) const {
+  if (error_) return future->setError(to_exception(error_));
+  if (!event_) return future->markCompleted(c10::IValue(outputs_));
+  const c10::Device device = outputs_.front().device();
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  const c10::Stream stream = guard.getStreamFromGlobalPool(device);
+  event_->block(stream);
+  const c10::StreamGuard current(stream);
+  future->markCompleted(c10::IValue(outputs_));
+}
+
+void WorkState::one_launched(TensorOperation& operation) {
   c10::intrusive_ptr<c10::ivalue::Future> future;
-  ErrorPtr first;
+  {
+    const std::lock_guard lock(mutex_);
+    if (count_down(operation)) future = future_;
+  }
+  if (future) complete(future);
+}
+
+void WorkState::one_done(TensorOperation& operation) {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  bool last;
   {
     const std::lock_guard lock(mutex_);
     if (operation.error() && !error_) error_ = operation.error();
     finished = std::max(finished, operation.finished());
-    if (--remaining_ > 0) return;
-    future = future_;
-    first = error_;
+    if (count_down(operation)) future = future_;
+    last = --remaining_ == 0;
   }
-  if (on_done) std::exchange(on_done, nullptr)();
-  if (hook) std::exchange(hook, nullptr)(*this);
-  if (!future) return;
-  if (first) future->setError(to_exception(first));
-  else future->markCompleted(c10::IValue(outputs_));
+  if (last && on_done) std::exchange(on_done, nullptr)();
+  if (last && hook) std::exchange(hook, nullptr)(*this);
+  if (future) complete(future);
 }
 
 std::optional<std::chrono::duration<float, std::milli>> WorkState::duration() const {
@@ -86,13 +114,12 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkState::future() {
   {
     const std::lock_guard lock(mutex_);
     if (future_) return future_;
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    done = remaining_ == 0;
+    std::vector<c10::Device> devices;
+    if (!outputs_.empty() && !outputs_.front().is_cpu()) devices.push_back(outputs_.front().device());
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+    done = awaited_ == 0;
   }
-  if (done) {
-    if (error_) future_->setError(to_exception(error_));
-    else future_->markCompleted(c10::IValue(outputs_));
-  }
+  if (done) complete(future_);
   return future_;
 }
 
@@ -139,7 +166,13 @@ void TensorOperation::add_ranges(const at::Tensor& tensor, bool write) {
 }
 
 void TensorOperation::add(const at::Tensor& tensor, const std::vector<int64_t>* counts, bool input, bool output) {
+  if (!tensors_.empty() && tensor.device() != tensors_.front().device()) second_device_ = tensor.device();
   tensors_.push_back(tensor);
+  if (!tensor.is_cpu()) {
+    descriptor.device = DeviceKind::kCuda;
+    device_index = tensor.device().index();
+    device = tensor.device();
+  }
   add_ranges(tensor, output);
   Staged staged{tensor, {}, inputs.size(), 0, outputs.size(), 0};
   // A lazily conjugated or negated tensor does not hold the values that it stands for.
@@ -231,6 +264,10 @@ void TensorOperation::finish() {
   const at::AutoDispatchBelowADInplaceOrView guard;
   for (Staged& s : staged_)
     if (s.outputs > 0) s.tensor.copy_(s.buffer);
+}
+
+void TensorOperation::finalize_launch() {
+  if (work) work->one_launched(*this);
 }
 
 void TensorOperation::finalize() {

@@ -11,17 +11,21 @@
 #include <string>
 #include <vector>
 
-#include "coordinator/operation.h"
+#include "transport/device/device_operation.h"
 
 namespace multicomm {
+
+class TensorOperation;
 
 // What one c10d Work stands for: one operation, or all of a coalesced call. Shared by the Work and its operations.
 class WorkState {
  public:
   explicit WorkState(std::vector<at::Tensor> outputs, size_t operations)
-      : outputs_(std::move(outputs)), remaining_(operations) {}
+      : outputs_(std::move(outputs)), remaining_(operations), awaited_(operations) {}
   // Called once per operation, outside all engine locks.
-  void one_done(const Operation& operation);
+  void one_done(TensorOperation& operation);
+  // Of an operation on a device, unless it is done before: its part of the future is there, for streams that wait.
+  void one_launched(TensorOperation& operation);
   c10::intrusive_ptr<c10::ivalue::Future> future();
   const std::vector<at::Tensor>& outputs() const { return outputs_; }
   // Between submission and the end of the last operation; needs timing (see ProcessGroupMulticomm).
@@ -35,9 +39,14 @@ class WorkState {
   Operation::Clock::time_point finished;  // valid in the hook
 
  private:
+  bool count_down(TensorOperation& operation);
+  void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future) const;
+
   mutable std::mutex mutex_;
   const std::vector<at::Tensor> outputs_;
-  size_t remaining_;                                // guarded by mutex_
+  size_t remaining_;                                // guarded by mutex_; of what is not done
+  size_t awaited_;                                  // guarded by mutex_; by the future: not launched
+  std::shared_ptr<c10::Event> event_;  // guarded by mutex_; of the last one launched
   ErrorPtr error_;                                  // guarded by mutex_
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
 };
@@ -45,7 +54,7 @@ class WorkState {
 // The exception that a caller sees: torch's DistBackendError.
 std::exception_ptr to_exception(const ErrorPtr& error);
 
-class TensorOperation : public Operation {
+class TensorOperation : public DeviceOperation {
  public:
   // `root` is a group rank; `shown_root` is what the user called it (a global rank).
   TensorOperation(OpKind kind, ReduceOp reduce_op, at::ScalarType dtype, int root, int shown_root);
@@ -65,9 +74,15 @@ class TensorOperation : public Operation {
   std::string describe() const override;
   void prepare() override;
   void finish() override;
+  void finalize_launch() override;
   void finalize() override;
 
+  // A device that one of its tensors is on while the first is on another one.
+  const std::optional<c10::Device>& second_device() const { return second_device_; }
+  c10::Device first_device() const { return tensors_.empty() ? c10::Device(c10::kCPU) : tensors_.front().device(); }
+
   std::shared_ptr<WorkState> work;
+  bool counted_for_future = false;  // WorkState's
   at::ScalarType scalar_type;
 
  private:
@@ -81,6 +96,7 @@ class TensorOperation : public Operation {
   void add_ranges(const at::Tensor& tensor, bool write);
 
   std::vector<at::Tensor> tensors_;
+  std::optional<c10::Device> second_device_;
   std::vector<Staged> staged_;
   at::Tensor factor_;
   const int shown_root_;

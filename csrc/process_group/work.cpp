@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "process_group/streams.h"
+
 namespace multicomm {
 
 MulticommWork::MulticommWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
@@ -40,9 +42,10 @@ void MulticommWork::synchronize() { wait(kNoTimeout); }
 bool MulticommWork::wait(std::chrono::milliseconds timeout) {
   const auto deadline = timeout > kNoTimeout ? Operation::Clock::now() + timeout : Operation::Clock::time_point::max();
   Runtime& runtime = Runtime::get();
+  const bool blocking = runtime.settings().cuda_blocking_wait;
   for (const auto& operation : operations_) {
-    const bool in_time =
-        runtime.driver().wait_until([&] { return operation->done(); }, deadline, Runtime::interrupt_check());
+    const auto ready = [&] { return operation->done() || (!blocking && operation->launched()); };
+    const bool in_time = runtime.driver().wait_until(ready, deadline, Runtime::interrupt_check());
     if (!in_time) {
       C10_THROW_ERROR(DistBackendError, c10::str("multicomm: wait() gave up after ", timeout.count(),
                                                  " ms; the operation goes on: ", operation->describe(), ", sequence ",
@@ -50,7 +53,21 @@ bool MulticommWork::wait(std::chrono::milliseconds timeout) {
     }
   }
   if (const ErrorPtr error = first_error()) std::rethrow_exception(to_exception(error));
+  make_streams_wait();
   return true;
+}
+
+// What the current stream is given from now on comes behind the operations.
+void MulticommWork::make_streams_wait() const {
+  const c10::Event* last = nullptr;
+  for (const auto& operation : operations_) {
+    if (!operation->event || operation->event.get() == last) continue;
+    const c10::impl::VirtualGuardImpl guard(operation->device->type());
+    const c10::Stream stream = guard.getStream(*operation->device);
+    refuse_capture(guard, stream, "multicomm: wait()");
+    operation->event->block(stream);
+    last = operation->event.get();
+  }
 }
 
 void MulticommWork::abort() {
@@ -62,6 +79,7 @@ c10::intrusive_ptr<c10::ivalue::Future> MulticommWork::getFuture() {
   Runtime::get().driver().wake();  // whoever waits for a future does not drive
   for (const auto& operation : operations_) {
     operation->want_completion();
+    if (operation->launched() && operation->claim_finalize_launch()) operation->finalize_launch();
     // Done before it was wanted: nobody will come for it soon, so it is finalized here.
     if (operation->done() && operation->claim_finalize()) operation->finalize();
   }

@@ -22,7 +22,8 @@ class MulticommWork final : public c10d::Work {
   int sourceRank() const override;
   std::vector<at::Tensor> result() override;
   void synchronize() override;
-  // Waits until the operation is done; throws its error. `timeout` > 0 gives up waiting after that time with a
+  // Waits until the operation is done; throws its error. Of tensors on a device: until it is launched there, which takes
+  // all members' submission, and makes the current stream wait for the rest. `timeout` > 0 gives up waiting after that time with a
   // DistBackendError, while the operation itself goes on.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
@@ -36,6 +37,7 @@ class MulticommWork final : public c10d::Work {
 
  private:
   bool done() const;
+  void make_streams_wait() const;
   ErrorPtr first_error() const;
 
   std::vector<std::shared_ptr<TensorOperation>> operations_;

@@ -136,10 +136,10 @@ def _mpi_rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[di
 
 @functools.cache
 def _register() -> None:
-    """Registers the backend "multicomm" for CPU tensors; idempotent."""
+    """Registers the backend "multicomm" for CPU and CUDA tensors; idempotent."""
     if "multicomm" in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend("multicomm", _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("multicomm", _create, extended_api=True, devices=["cpu", "cuda"])
     dist.register_rendezvous_handler("mpi", _mpi_rendezvous)
     atexit.register(_shutdown)
 

@@ -68,6 +68,7 @@ class CommGroup {
 struct Introduction {
   char settings[kSettingsBytes];
   uint64_t host;                 // hash of its identity
+  uint64_t device;               // 1: it could use one
   shm::Segment::Address memory;  // the first member's; pid 0: none
 };
 
@@ -137,6 +138,7 @@ std::shared_ptr<Channel> make_channel(const GroupRequest& request, MPI_Comm pare
               std::min(request.shared_settings.size(), kSettingsBytes - 1));
   static const uint64_t host = text_hash(bootstrap::host_identity());
   mine.host = host;
+  mine.device = shared.has_device && shared.has_device() ? 1 : 0;
   if (request.rank == 0 && size > 1) segment = shm::Segment::create(size);
   if (segment) mine.memory = segment->address();
   std::vector<Introduction> all(size);
@@ -155,8 +157,15 @@ std::shared_ptr<Channel> make_channel(const GroupRequest& request, MPI_Comm pare
   compare_settings(all, request.ranks);  // with nothing in flight any more
   if (mapped == 0) segment.reset();
   else segment->close_descriptor();
-  return std::make_shared<MpiChannel>(control, data_communicator, shared, std::move(segment), request.largest_count,
-                                      identity);
+  std::unique_ptr<GroupDevice> device;
+  if (shared.make_device) {
+    const bool all_have = std::all_of(all.begin(), all.end(), [](const Introduction& each) { return each.device != 0; });
+    const MPI_Comm staging = all_have ? Duplicate(parent).get() : MPI_COMM_NULL;
+    device = shared.make_device({&shared, staging, request.rank, static_cast<int>(size), request.ranks,
+                                 request.largest_count});
+  }
+  return std::make_shared<MpiChannel>(control, data_communicator, shared, std::move(segment), std::move(device),
+                                      request.largest_count, identity);
 }
 
 }  // namespace

@@ -13,10 +13,27 @@ namespace {
 constexpr int kHeaderTag = 0;
 constexpr int kFirstPayloadTag = 1;
 
+bool on_device(const Operation& operation) { return operation.descriptor.device != DeviceKind::kCpu; }
+
+ErrorPtr usage_error(std::string text) {
+  return std::make_shared<const OperationError>(OperationError{ErrorKind::kUsage, std::move(text)});
+}
+
+// The same on both sides, and no other message's of the group for as long as it could be confused; beside the numbers
+// of the group's collectives.
+uint64_t device_message_number(int source, int target, uint64_t number) {
+  return (uint64_t{1} << 63) | (static_cast<uint64_t>(source) & 0xfffff) << 43 |
+         (static_cast<uint64_t>(target) & 0xfffff) << 23 | (number & 0x7fffff);
+}
+
 }  // namespace
 
-Messages::Messages(MPI_Comm communicator, Requests& requests, int64_t largest_count)
-    : communicator_(communicator), requests_(requests), largest_bytes_(static_cast<uint64_t>(largest_count)) {
+Messages::Messages(MPI_Comm communicator, Requests& requests, int64_t largest_count, DevicePlane* device)
+    : communicator_(communicator),
+      requests_(requests),
+      largest_bytes_(static_cast<uint64_t>(largest_count)),
+      device_(device) {
+  check(MPI_Comm_rank(communicator, &rank_), "MPI_Comm_rank");
   check(MPI_Comm_size(communicator, &size_), "MPI_Comm_size");
   int* limit = nullptr;
   int found = 0;
@@ -34,8 +51,10 @@ void Messages::set_sink(PointToPointSink* sink) {
 }
 
 int Messages::payload_tag(uint64_t number) const {
-  return kFirstPayloadTag + static_cast<int>(number % static_cast<uint64_t>(tag_limit_ - kFirstPayloadTag));
+  return kFirstPayloadTag + static_cast<int>(number % static_cast<uint64_t>((tag_limit_ - kFirstPayloadTag) / 2));
 }
+
+int Messages::answer_tag(uint64_t number) const { return payload_tag(number) + (tag_limit_ - kFirstPayloadTag) / 2; }
 
 template <typename Call>
 void Messages::in_chunks(uint64_t bytes, Call call) const {
@@ -60,14 +79,21 @@ void Messages::start(Transfer& transfer, MPI_Request request) {
 void Messages::Transfer::request_done(const MPI_Status&, const std::string* failure) {
   if (failure != nullptr && !error)
     error = std::make_shared<const OperationError>(OperationError{ErrorKind::kBroken, *failure});
-  if (--remaining == 0) owner->end(*this);
+  if (--remaining > 0) return;
+  if (error) next = &Messages::end;
+  (owner->*next)(*this);
+}
+
+void Messages::report(const OperationPtr& operation, ErrorPtr error) {
+  if (auto* own = dynamic_cast<OwnMessage*>(operation.get())) return own->over(error);
+  sink_->point_to_point_done(operation, std::move(error));
 }
 
 void Messages::end(Transfer& transfer) {
   const OperationPtr operation = std::move(transfer.operation);
   ErrorPtr error = std::move(transfer.error);
   transfers_.erase(transfer.self);
-  sink_->point_to_point_done(operation, std::move(error));
+  report(operation, std::move(error));
 }
 
 void Messages::post(const OperationPtr& operation) {
@@ -90,15 +116,34 @@ void Messages::send(const OperationPtr& operation) {
   const auto bytes = static_cast<uint64_t>(operation->bytes());
   const std::byte* data = operation->inputs.front().data;
   Header& header = transfer.packet->header;
-  header = {bytes, next_number_[static_cast<size_t>(operation->peer)]++, operation->tag, bytes <= kEagerBytes ? 1 : 0};
-  if (header.eager != 0 && bytes > 0) std::memcpy(transfer.packet->payload, data, bytes);
+  const bool device = on_device(*operation);
+  header = {bytes, next_number_[static_cast<size_t>(operation->peer)]++, operation->tag,
+            device                 ? Form::kDevice
+            : bytes <= kEagerBytes ? Form::kEager
+                                   : Form::kPayloadFollows};
+  transfer.number = header.number;
+  size_t attached = header.form == Form::kEager ? bytes : 0;
+  if (attached > 0) std::memcpy(transfer.packet->payload, data, bytes);
   MPI_Request request = MPI_REQUEST_NULL;
-  const size_t length = sizeof(Header) + (header.eager != 0 ? bytes : 0);
+  if (device) {
+    if (device_ == nullptr) throw std::runtime_error("this group moves no device tensors");
+    TableEntry mine{};
+    device_->introduce(operation->peer, *operation, mine);
+    attached = sizeof(mine);
+    std::memcpy(transfer.packet->payload, &mine, sizeof(mine));
+    transfer.handshake = std::make_unique<Handshake>();
+    transfer.next = &Messages::send_timestamp;
+    check(MPI_Irecv(transfer.handshake.get(), static_cast<int>(sizeof(Handshake)), MPI_BYTE, operation->peer,
+                    answer_tag(header.number), communicator_, &request),
+          "MPI_Irecv");
+    start(transfer, request);
+  }
+  const size_t length = sizeof(Header) + attached;
   check(MPI_Isend(transfer.packet.get(), static_cast<int>(length), MPI_BYTE, operation->peer, kHeaderTag, communicator_,
                   &request),
         "MPI_Isend");
   start(transfer, request);
-  if (header.eager == 0) {
+  if (header.form == Form::kPayloadFollows) {
     operation->exposed = !operation->owns_buffers;
     in_chunks(bytes, [&](uint64_t offset, int piece) {
       check(MPI_Isend(data + offset, piece, MPI_BYTE, operation->peer, payload_tag(header.number), communicator_,
@@ -135,7 +180,7 @@ void Messages::on_header(const MPI_Status& status, const std::string* failure) {
 
 void Messages::fail_waiting(const std::string& why) {
   const auto error = std::make_shared<const OperationError>(OperationError{ErrorKind::kBroken, "receive: " + why});
-  for (const OperationPtr& operation : std::exchange(waiting_, {})) sink_->point_to_point_done(operation, error);
+  for (const OperationPtr& operation : std::exchange(waiting_, {})) report(operation, error);
 }
 
 void Messages::take_header(const MPI_Status& status) {
@@ -144,8 +189,10 @@ void Messages::take_header(const MPI_Status& status) {
   int received = 0;
   MPI_Get_count(&status, MPI_BYTE, &received);
   const Header& header = packet->header;
-  const bool fits = header.eager == 0 ? header.bytes < INT64_MAX : header.bytes <= kEagerBytes;
-  if (!fits || static_cast<size_t>(received) != sizeof(Header) + (header.eager == 0 ? 0 : header.bytes))
+  const bool known = header.form == Form::kPayloadFollows || header.form == Form::kEager || header.form == Form::kDevice;
+  const bool fits = known && (header.form == Form::kEager ? header.bytes <= kEagerBytes : header.bytes < INT64_MAX);
+  const size_t attached = header.form == Form::kEager ? header.bytes : header.form == Form::kDevice ? sizeof(TableEntry) : 0;
+  if (!fits || static_cast<size_t>(received) != sizeof(Header) + attached)
     throw std::runtime_error("rank " + std::to_string(source) + " of the group sent what is no message");
   const auto it = std::find_if(waiting_.begin(), waiting_.end(), [&](const OperationPtr& o) {
     return o->tag == packet->header.tag && (o->peer < 0 || o->peer == source);
@@ -160,15 +207,102 @@ void Messages::take_header(const MPI_Status& status) {
   listen();
 }
 
+std::string Messages::introduced(const Operation& operation, const TableEntry& mine, const TableEntry& theirs) {
+  const bool first = rank_ < operation.peer;
+  return device_->introduced(operation.peer, first ? std::vector{mine, theirs} : std::vector{theirs, mine});
+}
+
+// The receiver's part: both ends are there.
+void Messages::shake_hands(const OperationPtr& operation, int source, const Packet& packet) {
+  const Header& header = packet.header;
+  Transfer& transfer = new_transfer(operation);
+  operation->peer = source;
+  transfer.number = header.number;
+  transfer.handshake = std::make_unique<Handshake>();
+  Handshake& hands = *transfer.handshake;
+  std::string why;
+  if (!on_device(*operation)) {
+    why = "the message is a tensor on a device, the tensor to receive it is on the CPU";
+  } else if (header.bytes != static_cast<uint64_t>(operation->bytes())) {
+    why = "the tensor to receive it holds " + std::to_string(operation->bytes()) + " bytes, the message has " +
+          std::to_string(header.bytes);
+  } else {
+    TableEntry theirs{};
+    std::memcpy(&theirs, packet.payload, sizeof(theirs));
+    device_->introduce(source, *operation, hands.introduction);
+    why = introduced(*operation, hands.introduction, theirs);
+  }
+  if (why.empty()) {
+    hands.proposal = sink_->message_matched(operation, device_message_number(source, rank_, header.number));
+    transfer.next = &Messages::end_ordered;
+  } else {
+    hands.refused = 1;
+    why.copy(hands.introduction.text, sizeof(hands.introduction.text) - 1);
+    transfer.error = usage_error(why + ". Nothing was moved, and the group can be used further.");
+  }
+  MPI_Request request = MPI_REQUEST_NULL;
+  check(MPI_Isend(&hands, static_cast<int>(sizeof(hands)), MPI_BYTE, source, answer_tag(header.number), communicator_,
+                  &request),
+        "MPI_Isend");
+  start(transfer, request);
+  if (hands.refused == 0) {
+    transfer.packet = std::make_unique<Packet>();  // apart from what is being sent
+    check(MPI_Irecv(transfer.packet.get(), static_cast<int>(sizeof(uint64_t)), MPI_BYTE, source,
+                    payload_tag(header.number), communicator_, &request),
+          "MPI_Irecv");
+    start(transfer, request);
+  }
+  --transfer.remaining;
+}
+
+void Messages::end_ordered(Transfer& transfer) {
+  const OperationPtr operation = std::move(transfer.operation);
+  uint64_t timestamp = 0;
+  std::memcpy(&timestamp, transfer.packet.get(), sizeof(timestamp));
+  transfers_.erase(transfer.self);
+  sink_->message_ordered(operation, timestamp);
+}
+
+// The sender's part: the receiver has answered.
+void Messages::send_timestamp(Transfer& transfer) {
+  const OperationPtr operation = transfer.operation;
+  Handshake& hands = *transfer.handshake;
+  std::string why;
+  if (hands.refused == 0) {
+    TableEntry mine{};
+    std::memcpy(&mine, transfer.packet->payload, sizeof(mine));
+    why = introduced(*operation, mine, hands.introduction);  // what the receiver has found, too
+  } else {
+    hands.introduction.text[sizeof(hands.introduction.text) - 1] = 0;
+    why = hands.introduction.text;
+  }
+  if (!why.empty()) {
+    transfer.error = usage_error(why + ". Nothing was moved, and the group can be used further.");
+    return end(transfer);
+  }
+  const uint64_t own = sink_->message_matched(operation, device_message_number(rank_, operation->peer, transfer.number));
+  hands.timestamp = std::max(own, hands.proposal);
+  const uint64_t timestamp = hands.timestamp;
+  MPI_Request request = MPI_REQUEST_NULL;
+  check(MPI_Isend(&hands.timestamp, static_cast<int>(sizeof(hands.timestamp)), MPI_BYTE, operation->peer,
+                  payload_tag(transfer.number), communicator_, &request),
+        "MPI_Isend");
+  transfer.next = &Messages::forget;
+  start(transfer, request);
+  sink_->message_ordered(operation, timestamp);
+}
+
 void Messages::deliver(const OperationPtr& operation, int source, std::unique_ptr<Packet> packet) {
   const Header& header = packet->header;
+  if (header.form == Form::kDevice) return shake_hands(operation, source, *packet);
   const auto expected = static_cast<uint64_t>(operation->bytes());
+  const bool wrong_place = on_device(*operation);
   std::unique_ptr<std::byte[]> scratch;
-  if (header.bytes != expected || operation->abandoned) {
+  if (header.bytes != expected || wrong_place || operation->abandoned) {
     try {
       scratch = std::make_unique_for_overwrite<std::byte[]>(header.bytes + 1);
     } catch (const std::bad_alloc&) {  // of this message alone, whatever its header claims
-      sink_->point_to_point_done(
+      report(
           operation, std::make_shared<const OperationError>(OperationError{
                          ErrorKind::kBroken, "no memory for a message of " + std::to_string(header.bytes) + " bytes"}));
       return;
@@ -177,14 +311,18 @@ void Messages::deliver(const OperationPtr& operation, int source, std::unique_pt
   Transfer& transfer = new_transfer(operation);
   transfer.scratch = std::move(scratch);
   operation->peer = source;
-  if (header.bytes != expected) {
+  if (wrong_place) {
+    transfer.error = usage_error(
+        "the message is a CPU tensor, the tensor to receive it is on a device. The message is discarded; send and "
+        "receive tensors of one kind of device.");
+  } else if (header.bytes != expected) {
     std::ostringstream text;
     text << "the tensor holds " << expected << " bytes, but the message has " << header.bytes
          << ". The message is discarded; send and receive tensors of one size and dtype.";
-    transfer.error = std::make_shared<const OperationError>(OperationError{ErrorKind::kUsage, text.str()});
+    transfer.error = usage_error(text.str());
   }
   std::byte* to = transfer.scratch ? transfer.scratch.get() : operation->outputs.front().data;
-  if (header.eager != 0) {
+  if (header.form == Form::kEager) {
     if (header.bytes > 0) std::memcpy(to, packet->payload, header.bytes);
   } else {
     operation->exposed = transfer.scratch == nullptr && !operation->owns_buffers;

@@ -1,0 +1,232 @@
+#include "transport/device/staged_plane.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "transport/device/device_operation.h"
+#include "transport/device/nccl_calls.h"
+
+namespace multicomm::device {
+namespace {
+
+int64_t largest_count(const Operation& operation) {
+  int64_t largest = 0;
+  for (const auto* segments : {&operation.inputs, &operation.outputs})
+    for (const Segment& s : *segments) largest = std::max(largest, s.count);
+  return largest;
+}
+
+// Whether all members cut it alike. Messages are cut by their pair; of uneven pieces only their owners know the sizes.
+bool can_be_cut(const Batch& batch) { return !batch.fused() && batch.descriptor().count != kUneven; }
+
+}  // namespace
+
+void begin(Launcher& launcher, const Batch& batch) {
+  const c10::Event* last = nullptr;
+  for (const OperationPtr& o : batch.operations) {
+    const auto& operation = static_cast<const DeviceOperation&>(*o);
+    if (operation.ready.get() != last) operation.ready->block(launcher.stream());
+    last = operation.ready.get();
+    o->prepare();
+  }
+}
+
+std::shared_ptr<c10::Event> finish(Launcher& launcher, const Batch& batch) {
+  for (const OperationPtr& o : batch.operations) o->finish();
+  auto event = launcher.record();
+  for (const OperationPtr& o : batch.operations) static_cast<DeviceOperation&>(*o).event = event;
+  return event;
+}
+
+// Part of an operation of the device, on its host copy.
+class StagedPlane::HostOperation final : public mpi::OwnMessage {
+ public:
+  std::string describe() const override { return of->describe() + " (staged)"; }
+  void over(const ErrorPtr& error) override { done->complete(error ? &error->message : nullptr); }
+  OperationPtr of;
+  Completion* done = nullptr;
+};
+
+struct StagedPlane::Flight {
+  struct ChunkDone final : Completion {
+    StagedPlane* plane = nullptr;
+    std::weak_ptr<Flight> flight;
+    size_t number = 0;
+    void complete(const std::string* error) override { plane->chunk_done(flight.lock(), number, error); }
+  };
+  struct Chunk {
+    Batch batch;  // of host operations
+    ChunkDone done;
+    std::vector<at::Tensor> device_inputs, host_inputs, device_outputs, host_outputs;
+  };
+  Launcher* launcher = nullptr;
+  Batch* batch = nullptr;
+  Completion* done = nullptr;
+  std::vector<at::Tensor> memory;  // pinned
+  std::vector<Chunk> chunks;       // the launcher's until they are started, then each has its place
+  size_t remaining = 0;            // driver
+  std::string error;               // driver
+  size_t to_come_back = 0;         // the launcher's
+};
+
+StagedPlane::StagedPlane(MPI_Comm communicator, mpi::Requests& requests, const mpi::Types& types, BufferPool& pool,
+                         mpi::Messages& messages, int64_t largest_count, int size, int64_t chunk_bytes)
+    : plane_(communicator == MPI_COMM_NULL
+                 ? nullptr
+                 : std::make_unique<mpi::MpiDataPlane>(communicator, requests, types, pool, messages, largest_count)),
+      messages_(messages),
+      size_(size),
+      chunk_bytes_(chunk_bytes) {}
+
+void StagedPlane::launch(Launcher& launcher, Batch& batch, Completion& done) {
+  auto flight = std::make_shared<Flight>();
+  flight->launcher = &launcher;
+  flight->batch = &batch;
+  flight->done = &done;
+  ++flights_;
+  launcher.post([this, flight] { stage_out(flight); });
+}
+
+void StagedPlane::stage_out(const FlightPtr& flight) {
+  Launcher& launcher = *flight->launcher;
+  const auto fail = [&](const std::string& why) {
+    launcher.reports().add([this, flight, why] { end(flight, &why); });
+  };
+  if (aborted_.load()) return fail("given up before it was launched");
+  try {
+    const Batch& batch = *flight->batch;
+    begin(launcher, batch);
+    const Operation& first = *batch.operations.front();
+    const Descriptor& d = first.descriptor;
+    const size_t element = size_of(d.dtype);
+    const bool one_each = d.kind != OpKind::kAllReduce && d.kind != OpKind::kBroadcast && d.kind != OpKind::kReduce &&
+                          !is_point_to_point(d.kind);
+    const int64_t pieces = one_each ? size_ : 1;
+    const int64_t chunk_count = std::max<int64_t>(1, chunk_bytes_ / (pieces * static_cast<int64_t>(element)));
+    const int64_t largest = largest_count(first);
+    const bool cut = can_be_cut(batch) && largest > chunk_count;
+    const auto chunks = static_cast<size_t>(cut ? (largest + chunk_count - 1) / chunk_count : 1);
+    flight->chunks.resize(chunks);
+    for (const OperationPtr& o : batch.operations) {
+      const auto bytes_of = [&](const std::vector<Segment>& segments) {
+        int64_t count = 0;
+        for (const Segment& s : segments) count += s.count;
+        return count * static_cast<int64_t>(element);
+      };
+      const bool in_place = o->inputs.size() == 1 && o->outputs.size() == 1 &&
+                            o->inputs.front().data == o->outputs.front().data;
+      const int64_t bytes = bytes_of(o->inputs) + (in_place ? 0 : bytes_of(o->outputs));
+      at::Tensor memory = at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true));
+      auto* const base = static_cast<std::byte*>(memory.data_ptr());
+      flight->memory.push_back(std::move(memory));
+      for (size_t k = 0; k < chunks; ++k) {
+        Flight::Chunk& chunk = flight->chunks[k];
+        auto part = std::make_shared<HostOperation>();
+        part->of = o;
+        part->done = &chunk.done;
+        part->descriptor = o->descriptor;
+        part->descriptor.device = DeviceKind::kCpu;
+        part->peer = o->peer;
+        part->tag = -1;  // a range of its own: -2 and below are monitored barriers'
+        part->owns_buffers = true;
+        std::byte* at = base;
+        const auto slice = [&](const std::vector<Segment>& segments, std::vector<Segment>& host,
+                               std::vector<at::Tensor>& on_device, std::vector<at::Tensor>& on_host) {
+          for (const Segment& s : segments) {
+            const int64_t from = std::min(s.count, static_cast<int64_t>(k) * chunk_count);
+            const int64_t count = cut ? std::min(chunk_count, s.count - from) : s.count;
+            const size_t offset = static_cast<size_t>(cut ? from : 0) * element;
+            host.push_back({at + offset, count});
+            if (count > 0) {
+              on_device.push_back(as_tensor(s.data + offset, count, element, launcher.device()));
+              on_host.push_back(at::for_blob(at + offset, on_device.back().sizes())
+                                    .options(at::TensorOptions(on_device.back().scalar_type()))
+                                    .make_tensor());
+            }
+            at += static_cast<size_t>(s.count) * element;
+          }
+        };
+        slice(o->inputs, part->inputs, chunk.device_inputs, chunk.host_inputs);
+        if (in_place) at = base;
+        slice(o->outputs, part->outputs, chunk.device_outputs, chunk.host_outputs);
+        const bool sized = d.kind != OpKind::kAllToAll && !is_point_to_point(d.kind) && d.count != kUneven;
+        if (sized) {
+          const auto whole = static_cast<int64_t>(o->descriptor.count);
+          const int64_t from = std::min(whole, static_cast<int64_t>(k) * chunk_count);
+          part->descriptor.count = static_cast<uint64_t>(cut ? std::min(chunk_count, whole - from) : whole);
+        }
+        chunk.batch.operations.push_back(std::move(part));
+      }
+    }
+    flight->remaining = flight->to_come_back = chunks;
+    for (size_t k = 0; k < chunks; ++k) {
+      Flight::Chunk& chunk = flight->chunks[k];
+      chunk.done.plane = this;
+      chunk.done.flight = flight;
+      chunk.done.number = k;
+      for (size_t i = 0; i < chunk.host_inputs.size(); ++i)
+        chunk.host_inputs[i].copy_(chunk.device_inputs[i], /*non_blocking=*/true);
+      launcher.when_done(launcher.record(), [this, flight, k](const std::string* error) {
+        flight->launcher->reports().add([this, flight, k, failed = error == nullptr ? std::string() : *error] {
+          if (failed.empty()) start(flight, k);
+          else chunk_done(flight, k, &failed);
+        });
+      });
+    }
+  } catch (const std::exception& error) {  // no memory, or the device refuses
+    fail(std::string("staging: ") + error.what());
+  }
+}
+
+void StagedPlane::start(const FlightPtr& flight, size_t number) {
+  Flight::Chunk& chunk = flight->chunks[number];
+  try {
+    if (is_point_to_point(flight->batch->descriptor().kind)) return messages_.post(chunk.batch.operations.front());
+    if (plane_ == nullptr) throw std::runtime_error("this group has no communicator for staging");
+    plane_->launch(chunk.batch, chunk.done);
+  } catch (const std::runtime_error& error) {
+    const std::string why = error.what();
+    chunk_done(flight, number, &why);
+  } catch (const std::bad_alloc&) {
+    const std::string why = "no memory for a buffer";
+    chunk_done(flight, number, &why);
+  }
+}
+
+void StagedPlane::chunk_done(const FlightPtr& flight, size_t number, const std::string* error) {
+  if (error != nullptr && flight->error.empty()) flight->error = *error;
+  if (flight->error.empty()) flight->launcher->post([this, flight, number] { stage_in(flight, number); });
+  if (--flight->remaining > 0 || flight->error.empty()) return;
+  end(flight, &flight->error);
+}
+
+void StagedPlane::stage_in(const FlightPtr& flight, size_t number) {
+  Launcher& launcher = *flight->launcher;
+  const auto over = [this, flight, &launcher](const std::string& why) {
+    launcher.reports().add([this, flight, why] { end(flight, why.empty() ? nullptr : &why); });
+  };
+  try {
+    Flight::Chunk& chunk = flight->chunks[number];
+    const bool wanted = !aborted_.load();
+    for (size_t i = 0; wanted && i < chunk.host_outputs.size(); ++i)
+      chunk.device_outputs[i].copy_(chunk.host_outputs[i], /*non_blocking=*/true);
+    if (--flight->to_come_back > 0) return;
+    if (!wanted) return over("given up while it was on its way");
+    auto event = finish(launcher, *flight->batch);
+    launcher.reports().add([flight] { flight->done->launched(); });
+    launcher.when_done(std::move(event), [over](const std::string* error) { over(error == nullptr ? "" : *error); });
+  } catch (const std::exception& error) {
+    over(std::string("staging: ") + error.what());
+  }
+}
+
+void StagedPlane::end(const FlightPtr& flight, const std::string* error) {
+  --flights_;
+  flight->done->complete(error);
+}
+
+}  // namespace multicomm::device
