@@ -64,6 +64,13 @@ $(ORDER_TEST): $(VENV)/.tools tests/cpp/device_double.h $(ORDER_SOURCES) $(wildc
 	OMPI_CXX=$(CXX) $(BIN)/mpicxx -std=c++20 -O2 -g -Wall -Wextra -Werror -Wno-restrict -DOMPI_SKIP_MPICXX -Icsrc -Itests/cpp -pthread \
 		$(ORDER_SOURCES) -o $@ -Wl,-rpath,$(abspath $(VENV))/lib
 
+# A double of NCCL for machines without GPUs; nccl_abi.cpp is not of it, see there.
+NCCL_DOUBLE := build/device/libnccl_double.so
+NCCL_DOUBLE_SOURCES := $(filter-out %/nccl_abi.cpp,$(wildcard tests/device/nccl_*.cpp))
+$(NCCL_DOUBLE): $(NCCL_DOUBLE_SOURCES) $(wildcard tests/device/nccl_*.h) tests/device/stream.h
+	@mkdir -p $(@D)
+	$(CXX) -std=c++20 -O2 -g -Wall -Wextra -Werror -fPIC -shared -fvisibility=hidden -pthread $(NCCL_DOUBLE_SOURCES) -o $@
+
 -include $(SIM_OBJECTS:.o=.d) $(wildcard $(SIM)/tests/*.d)
 .PRECIOUS: $(SIM)/tests/%.o
 
@@ -136,7 +143,7 @@ demo: all
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/ddp_subgroups.py
 
 # The second run holds Gloo to the same right results, where it has the operation.
-test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test $(FAST_SIMULATE) $(ORDER_TEST) $(SCALE) fuzz-targets
+test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test $(FAST_SIMULATE) $(ORDER_TEST) $(SCALE) $(NCCL_DOUBLE) fuzz-targets
 	$(BIN)/python -m pytest
 	MULTICOMM_TEST_BACKEND=gloo $(BIN)/python -m pytest -q -p no:cacheprovider -r f tests/test_operations.py
 
