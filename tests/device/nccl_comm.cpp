@@ -59,6 +59,7 @@ bool all_present(const ncclComm& comm) {
 // All are there: as NCCL does, those with one GPU refuse, which the others notice.
 void begin(ncclComm& comm) {
   const std::scoped_lock lock(g.mutex);
+  if (comm.aborted()) return;
   for (int a = 0; a < comm.ranks; ++a) {
     for (int b = 0; b < a; ++b) {
       if (std::strcmp(comm.region->member[a].gpu, comm.region->member[b].gpu) != 0) continue;
@@ -98,10 +99,11 @@ ncclResult_t wait_for_meeting(const Comm& comm, ncclComm_t* handle) {
     const std::scoped_lock lock(g.mutex);
     state = comm->state;
   }
-  if (state == ncclSuccess) return ncclSuccess;
+  const bool stopped = comm->aborted() && (state == ncclSuccess || state == ncclInProgress);
+  if (state == ncclSuccess && !stopped) return ncclSuccess;
   *handle = nullptr;
   forget(comm);
-  return state == ncclInProgress ? fail(ncclInternalError, "init: aborted") : state;
+  return stopped ? fail(ncclInternalError, "init: aborted") : state;
 }
 
 ncclResult_t init(ncclComm_t* handle, int ranks, const ncclUniqueId& id, int rank, const ncclConfig_t* config) {
@@ -180,6 +182,7 @@ void set_error(ncclComm& comm, ncclResult_t state, const std::string& text) {
 }
 
 void fail_communicator(ncclComm& comm, ncclResult_t state, const std::string& text) {
+  if (comm.aborted()) return;  // what comes of an abort is no error, and the first error stays
   set_error(comm, state, text);
   comm.phase = Phase::kFailed;
   comm.over = true;

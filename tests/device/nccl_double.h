@@ -7,6 +7,20 @@
 //
 // What it cannot show: NCCL's own protocols, algorithms and bugs; real streams, events and their visibility of memory;
 // whether a pointer is the device's; performance, topology and networks; what a real abort leaves on a device.
+//
+// Environment:
+//   NCCL_DOUBLE_VERSION     what ncclGetVersion says; 22807
+//   NCCL_DOUBLE_GPU         the GPU of the communicators made from now on; one of the process's own
+//   NCCL_DOUBLE_CONCURRENT  1: kernels of different communicators do not wait for each other
+//   NCCL_DOUBLE_LAZY        every n-th group of a nonblocking communicator is launched a moment later, and
+//                           ncclInProgress meanwhile; 3, 0 for never
+//   NCCL_DOUBLE_FAIL        "what:n,...", also by nccl_double_fail, which replaces all that was set and counts anew:
+//     init      the n-th communicator of this process fails with ncclSystemError
+//     hanginit  the n-th communicator is in progress until aborted
+//     launch    the n-th group (or call outside of one) that has something to launch fails with ncclSystemError
+//     hang      the n-th kernel ends only when aborted
+//     async     when the n-th kernel begins, its communicator says ncclRemoteError, and neither it nor any later
+//               kernel of the communicator ends unless aborted
 #pragma once
 
 #include <array>
