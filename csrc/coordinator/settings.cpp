@@ -158,9 +158,8 @@ std::string Settings::shared_text() const {
        << " MULTICOMM_FUSION_BYTES=" << fusion_buffer_bytes
        << " MULTICOMM_FUSION_OPERATION_BYTES=" << fusion_operation_bytes
        << " MULTICOMM_DETERMINISTIC=" << (deterministic ? 1 : 0)
-       << " MULTICOMM_ORDER=" << (strict_order ? "strict" : "relaxed")
-       << " MULTICOMM_CUDA=" << cuda_name(cuda) << " MULTICOMM_STAGING_BYTES=" << staging_bytes
-       << " MULTICOMM_CHUNK_ELEMENTS=" << chunk_elements;
+       << " MULTICOMM_ORDER=" << (strict_order ? "strict" : "relaxed") << " MULTICOMM_CUDA=" << cuda_name(cuda)
+       << " MULTICOMM_STAGING_BYTES=" << staging_bytes << " MULTICOMM_CHUNK_ELEMENTS=" << chunk_elements;
   return text.str();
 }
 

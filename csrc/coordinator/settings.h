@@ -19,10 +19,10 @@ struct Settings {
   bool strict_order = true;
   uint64_t chunk_elements = uint64_t{1} << 30;
   CudaMode cuda = CudaMode::kAuto;
-  std::string nccl_library;                // empty: found
-  uint64_t staging_bytes = 4u << 20;       // of one chunk on its way through host memory
-  bool cuda_high_priority = false;         // of the communication stream
-  bool cuda_blocking_wait = false;         // wait() waits for the device
+  std::string nccl_library;             // empty: found
+  uint64_t staging_bytes = 4u << 20;    // of one chunk on its way through host memory
+  bool cuda_high_priority = false;      // of the communication stream
+  bool cuda_blocking_wait = false;      // wait() waits for the device
   uint64_t queue_operations = 100'000;  // unfinished operations per process beyond which submission is slowed down
   std::chrono::milliseconds shutdown_timeout{3'000};
   std::chrono::milliseconds stall_warning{30'000};  // 0: none

@@ -29,7 +29,9 @@ void check_dense(const Where& where, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.defined(), where, ": undefined tensor");
   TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == at::kStrided, where, " of ", tensor.layout(),
                               " tensors is not supported; convert it with to_dense()");
-  check_cpu(where, tensor);
+  TORCH_CHECK_NOT_IMPLEMENTED(tensor.is_cpu() || at::accelerator::isAccelerator(tensor.device().type()), where,
+                              " of tensors on ", tensor.device(),
+                              " is not supported; CPU tensors and those of an accelerator are");
 }
 
 void check_cpu(const Where& where, const at::Tensor& tensor) {

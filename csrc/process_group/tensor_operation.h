@@ -46,7 +46,7 @@ class WorkState {
   const std::vector<at::Tensor> outputs_;
   size_t remaining_;                                // guarded by mutex_; of what is not done
   size_t awaited_;                                  // guarded by mutex_; by the future: not launched
-  std::shared_ptr<c10::Event> event_;  // guarded by mutex_; of the last one launched
+  std::shared_ptr<c10::Event> event_;               // guarded by mutex_; of the last one launched
   ErrorPtr error_;                                  // guarded by mutex_
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
 };

@@ -22,9 +22,9 @@ class MulticommWork final : public c10d::Work {
   int sourceRank() const override;
   std::vector<at::Tensor> result() override;
   void synchronize() override;
-  // Waits until the operation is done; throws its error. Of tensors on a device: until it is launched there, which takes
-  // all members' submission, and makes the current stream wait for the rest. `timeout` > 0 gives up waiting after that time with a
-  // DistBackendError, while the operation itself goes on.
+  // Waits until the operation is done; throws its error. Of tensors on a device: until it is launched there, which
+  // takes all members' submission, and makes the current stream wait for the rest. `timeout` > 0 gives up waiting after
+  // that time with a DistBackendError, while the operation itself goes on.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;

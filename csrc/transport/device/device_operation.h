@@ -14,9 +14,9 @@ namespace multicomm {
 // The caller writes `device`, `source` and `ready`, the launcher `event`, before the operation is known as launched.
 class DeviceOperation : public Operation {
  public:
-  std::optional<c10::Device> device;   // none: all its tensors are on the CPU
-  std::optional<c10::Stream> source;   // that was current when it was submitted
-  std::shared_ptr<c10::Event> ready;   // what was enqueued there before
+  std::optional<c10::Device> device;  // none: all its tensors are on the CPU
+  std::optional<c10::Stream> source;  // that was current when it was submitted
+  std::shared_ptr<c10::Event> ready;  // what was enqueued there before
   std::shared_ptr<c10::Event> event;  // behind it on the communication stream
 };
 

@@ -26,7 +26,7 @@ struct Introduction {
   int32_t nccl_version;  // 0: none
   int32_t can_stage;
   DeviceIdentity device;
-  NcclUniqueId id;  // the lowest member's counts
+  NcclUniqueId id;   // the lowest member's counts
   char why_not[64];  // of NCCL
 };
 static_assert(sizeof(Introduction) <= sizeof(TableEntry));
@@ -103,7 +103,9 @@ std::string GroupPlane::introduced(int peer, const std::vector<TableEntry>& entr
   std::vector<int> ranks(entries.size());
   for (size_t m = 0; m < entries.size(); ++m) {
     std::memcpy(&all[m], entries[m].text, sizeof(Introduction));
-    const int member = peer < 0 ? static_cast<int>(m) : m == 0 ? std::min(peer, parts_.rank) : std::max(peer, parts_.rank);
+    const int member = peer < 0 ? static_cast<int>(m)
+                       : m == 0 ? std::min(peer, parts_.rank)
+                                : std::max(peer, parts_.rank);
     ranks[m] = parts_.global_ranks[static_cast<size_t>(member)];
   }
   const auto rank_text = [&](size_t m) { return "rank " + std::to_string(ranks[m]); };
@@ -173,7 +175,8 @@ void GroupPlane::run(const std::vector<Flight>& flights, const std::shared_ptr<N
     auto batch = std::make_shared<NcclBatch>();
     for (const Flight& flight : flights) {
       begin(*launcher_, *flight.batch);
-      append(*batch, *flight.batch, nccl->rank(), nccl->size(), launcher_->device(), api_->version >= kVersionWithGather && api_->gather != nullptr);
+      append(*batch, *flight.batch, nccl->rank(), nccl->size(), launcher_->device(),
+             api_->version >= kVersionWithGather && api_->gather != nullptr);
     }
     nccl->run(batch->calls);
     for (const auto& copy : batch->after) copy();

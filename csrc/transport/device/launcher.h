@@ -88,7 +88,8 @@ class Launcher {
 // The launchers of the devices in use.
 class Launchers {
  public:
-  Launchers(bool high_priority, std::function<void()> wake) : high_priority_(high_priority), reports_(std::move(wake)) {}
+  Launchers(bool high_priority, std::function<void()> wake)
+      : high_priority_(high_priority), reports_(std::move(wake)) {}
   Launcher& of(c10::Device device);  // driver
   Reports& reports() { return reports_; }
 

@@ -38,26 +38,26 @@ struct NcclConfig {
 };
 
 // X(member, symbol, arguments): what must be there.
-#define MULTICOMM_NCCL_FUNCTIONS(X)                                                                                \
-  X(get_version, ncclGetVersion, (int*))                                                                           \
-  X(get_unique_id, ncclGetUniqueId, (NcclUniqueId*))                                                               \
-  X(comm_init, ncclCommInitRankConfig, (NcclComm*, int, NcclUniqueId, int, NcclConfig*))                           \
-  X(comm_finalize, ncclCommFinalize, (NcclComm))                                                                   \
-  X(comm_destroy, ncclCommDestroy, (NcclComm))                                                                     \
-  X(comm_abort, ncclCommAbort, (NcclComm))                                                                         \
-  X(comm_get_async_error, ncclCommGetAsyncError, (NcclComm, NcclResult*))                                          \
-  X(group_start, ncclGroupStart, ())                                                                               \
-  X(group_end, ncclGroupEnd, ())                                                                                   \
-  X(all_reduce, ncclAllReduce, (const void*, void*, size_t, NcclType, NcclOp, NcclComm, void*))                    \
-  X(broadcast, ncclBroadcast, (const void*, void*, size_t, NcclType, int, NcclComm, void*))                        \
-  X(reduce, ncclReduce, (const void*, void*, size_t, NcclType, NcclOp, int, NcclComm, void*))                      \
-  X(all_gather, ncclAllGather, (const void*, void*, size_t, NcclType, NcclComm, void*))                            \
-  X(reduce_scatter, ncclReduceScatter, (const void*, void*, size_t, NcclType, NcclOp, NcclComm, void*))            \
-  X(send, ncclSend, (const void*, size_t, NcclType, int, NcclComm, void*))                                         \
+#define MULTICOMM_NCCL_FUNCTIONS(X)                                                                     \
+  X(get_version, ncclGetVersion, (int*))                                                                \
+  X(get_unique_id, ncclGetUniqueId, (NcclUniqueId*))                                                    \
+  X(comm_init, ncclCommInitRankConfig, (NcclComm*, int, NcclUniqueId, int, NcclConfig*))                \
+  X(comm_finalize, ncclCommFinalize, (NcclComm))                                                        \
+  X(comm_destroy, ncclCommDestroy, (NcclComm))                                                          \
+  X(comm_abort, ncclCommAbort, (NcclComm))                                                              \
+  X(comm_get_async_error, ncclCommGetAsyncError, (NcclComm, NcclResult*))                               \
+  X(group_start, ncclGroupStart, ())                                                                    \
+  X(group_end, ncclGroupEnd, ())                                                                        \
+  X(all_reduce, ncclAllReduce, (const void*, void*, size_t, NcclType, NcclOp, NcclComm, void*))         \
+  X(broadcast, ncclBroadcast, (const void*, void*, size_t, NcclType, int, NcclComm, void*))             \
+  X(reduce, ncclReduce, (const void*, void*, size_t, NcclType, NcclOp, int, NcclComm, void*))           \
+  X(all_gather, ncclAllGather, (const void*, void*, size_t, NcclType, NcclComm, void*))                 \
+  X(reduce_scatter, ncclReduceScatter, (const void*, void*, size_t, NcclType, NcclOp, NcclComm, void*)) \
+  X(send, ncclSend, (const void*, size_t, NcclType, int, NcclComm, void*))                              \
   X(receive, ncclRecv, (void*, size_t, NcclType, int, NcclComm, void*))
 // From NCCL 2.28 on; null before: sends and receives then do the same.
-#define MULTICOMM_NCCL_NEWER_FUNCTIONS(X)                                                                          \
-  X(gather, ncclGather, (const void*, void*, size_t, NcclType, int, NcclComm, void*))                              \
+#define MULTICOMM_NCCL_NEWER_FUNCTIONS(X)                                             \
+  X(gather, ncclGather, (const void*, void*, size_t, NcclType, int, NcclComm, void*)) \
   X(scatter, ncclScatter, (const void*, void*, size_t, NcclType, int, NcclComm, void*))
 
 struct NcclApi {

@@ -285,13 +285,15 @@ class Builder {
 
   void send_to(const Segment& from, int peer) {
     if (from.count == 0) return;
-    add([data = from.data, length = bytes(from.count), peer = place_of(peer)](const NcclApi& api, NcclComm c, void* stream) {
+    add([data = from.data, length = bytes(from.count), peer = place_of(peer)](const NcclApi& api, NcclComm c,
+                                                                              void* stream) {
       return api.send(data, length, kNcclUint8, peer, c, stream);
     });
   }
   void receive_from(const Segment& to, int peer) {
     if (to.count == 0) return;
-    add([data = to.data, length = bytes(to.count), peer = place_of(peer)](const NcclApi& api, NcclComm c, void* stream) {
+    add([data = to.data, length = bytes(to.count), peer = place_of(peer)](const NcclApi& api, NcclComm c,
+                                                                          void* stream) {
       return api.receive(data, length, kNcclUint8, peer, c, stream);
     });
   }
@@ -323,7 +325,8 @@ std::optional<NcclReduction> nccl_reduction(DType dtype, ReduceOp op) {
     }
   }
   const bool complex = dtype == DType::kComplex64 || dtype == DType::kComplex128;
-  const auto type = complex ? std::optional(dtype == DType::kComplex64 ? kNcclFloat32 : kNcclFloat64) : real_type(dtype);
+  const auto type =
+      complex ? std::optional(dtype == DType::kComplex64 ? kNcclFloat32 : kNcclFloat64) : real_type(dtype);
   if (!type) return std::nullopt;
   const size_t parts = complex ? 2 : 1;
   switch (op) {
@@ -352,7 +355,10 @@ at::Tensor as_tensor(std::byte* data, int64_t count, size_t element, c10::Device
     case 16: type = at::kComplexDouble; break;
     default: break;
   }
-  return at::for_blob(data, {count}).options(at::TensorOptions(type).device(device)).target_device(device).make_tensor();
+  return at::for_blob(data, {count})
+      .options(at::TensorOptions(type).device(device))
+      .target_device(device)
+      .make_tensor();
 }
 
 void copy_all(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from) {

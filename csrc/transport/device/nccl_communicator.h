@@ -35,8 +35,8 @@ class NcclCommunicator : public std::enable_shared_from_this<NcclCommunicator> {
   // Ends what is on the device, and what waits; nothing is launched any more. Returns at once.
   void abort();
   bool aborted() const { return aborted_.load(); }
-  // Nothing is in flight on any member, nor will be: frees it, bounded, on a thread of its own, since NCCL waits for the
-  // other members there. Returns at once.
+  // Nothing is in flight on any member, nor will be: frees it, bounded, on a thread of its own, since NCCL waits for
+  // the other members there. Returns at once.
   void close();
   // What NCCL has said of its failure, or nothing.
   std::string failure() const;

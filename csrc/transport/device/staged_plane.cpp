@@ -54,9 +54,11 @@ class StagedPlane::HostOperation final : public mpi::OwnMessage {
 struct StagedPlane::Flight {
   struct ChunkDone final : Completion {
     StagedPlane* plane = nullptr;
-    std::weak_ptr<Flight> flight;
+    FlightPtr flight;  // keeps it while the chunk is on its way
     size_t number = 0;
-    void complete(const std::string* error) override { plane->chunk_done(flight.lock(), number, error); }
+    void complete(const std::string* error) override {
+      plane->chunk_done(std::exchange(flight, nullptr), number, error);
+    }
   };
   struct Chunk {
     Batch batch;  // of host operations
@@ -93,9 +95,7 @@ void StagedPlane::launch(Launcher& launcher, Batch& batch, Completion& done) {
 
 void StagedPlane::stage_out(const FlightPtr& flight) {
   Launcher& launcher = *flight->launcher;
-  const auto fail = [&](const std::string& why) {
-    launcher.reports().add([this, flight, why] { end(flight, &why); });
-  };
+  const auto fail = [&](const std::string& why) { launcher.reports().add([this, flight, why] { end(flight, &why); }); };
   if (aborted_.load()) return fail("given up before it was launched");
   try {
     const Batch& batch = *flight->batch;
@@ -117,8 +117,8 @@ void StagedPlane::stage_out(const FlightPtr& flight) {
         for (const Segment& s : segments) count += s.count;
         return count * static_cast<int64_t>(element);
       };
-      const bool in_place = o->inputs.size() == 1 && o->outputs.size() == 1 &&
-                            o->inputs.front().data == o->outputs.front().data;
+      const bool in_place =
+          o->inputs.size() == 1 && o->outputs.size() == 1 && o->inputs.front().data == o->outputs.front().data;
       const int64_t bytes = bytes_of(o->inputs) + (in_place ? 0 : bytes_of(o->outputs));
       at::Tensor memory = at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true));
       auto* const base = static_cast<std::byte*>(memory.data_ptr());
@@ -166,7 +166,6 @@ void StagedPlane::stage_out(const FlightPtr& flight) {
     for (size_t k = 0; k < chunks; ++k) {
       Flight::Chunk& chunk = flight->chunks[k];
       chunk.done.plane = this;
-      chunk.done.flight = flight;
       chunk.done.number = k;
       for (size_t i = 0; i < chunk.host_inputs.size(); ++i)
         chunk.host_inputs[i].copy_(chunk.device_inputs[i], /*non_blocking=*/true);
@@ -184,16 +183,17 @@ void StagedPlane::stage_out(const FlightPtr& flight) {
 
 void StagedPlane::start(const FlightPtr& flight, size_t number) {
   Flight::Chunk& chunk = flight->chunks[number];
+  chunk.done.flight = flight;
   try {
     if (is_point_to_point(flight->batch->descriptor().kind)) return messages_.post(chunk.batch.operations.front());
     if (plane_ == nullptr) throw std::runtime_error("this group has no communicator for staging");
     plane_->launch(chunk.batch, chunk.done);
   } catch (const std::runtime_error& error) {
     const std::string why = error.what();
-    chunk_done(flight, number, &why);
+    chunk.done.complete(&why);
   } catch (const std::bad_alloc&) {
     const std::string why = "no memory for a buffer";
-    chunk_done(flight, number, &why);
+    chunk.done.complete(&why);
   }
 }
 

@@ -13,8 +13,8 @@
 namespace multicomm::device {
 
 // Copies of a batch's tensors come to the host chunk by chunk, each chunk goes its way as soon as it is there, and its
-// result goes back while later ones are on their way. Chunks reach the communicator in the order of the device's stream,
-// which is the agreed one: a communicator of its own, since a local event starts them.
+// result goes back while later ones are on their way. Chunks reach the communicator in the order of the device's
+// stream, which is the agreed one: a communicator of its own, since a local event starts them.
 class StagedPlane {
  public:
   // `communicator`: null where the members have none; messages then still go.

@@ -159,10 +159,11 @@ std::shared_ptr<Channel> make_channel(const GroupRequest& request, MPI_Comm pare
   else segment->close_descriptor();
   std::unique_ptr<GroupDevice> device;
   if (shared.make_device) {
-    const bool all_have = std::all_of(all.begin(), all.end(), [](const Introduction& each) { return each.device != 0; });
+    const bool all_have =
+        std::all_of(all.begin(), all.end(), [](const Introduction& each) { return each.device != 0; });
     const MPI_Comm staging = all_have ? Duplicate(parent).get() : MPI_COMM_NULL;
-    device = shared.make_device({&shared, staging, request.rank, static_cast<int>(size), request.ranks,
-                                 request.largest_count});
+    device = shared.make_device(
+        {&shared, staging, request.rank, static_cast<int>(size), request.ranks, request.largest_count});
   }
   return std::make_shared<MpiChannel>(control, data_communicator, shared, std::move(segment), std::move(device),
                                       request.largest_count, identity);

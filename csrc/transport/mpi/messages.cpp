@@ -189,9 +189,12 @@ void Messages::take_header(const MPI_Status& status) {
   int received = 0;
   MPI_Get_count(&status, MPI_BYTE, &received);
   const Header& header = packet->header;
-  const bool known = header.form == Form::kPayloadFollows || header.form == Form::kEager || header.form == Form::kDevice;
+  const bool known =
+      header.form == Form::kPayloadFollows || header.form == Form::kEager || header.form == Form::kDevice;
   const bool fits = known && (header.form == Form::kEager ? header.bytes <= kEagerBytes : header.bytes < INT64_MAX);
-  const size_t attached = header.form == Form::kEager ? header.bytes : header.form == Form::kDevice ? sizeof(TableEntry) : 0;
+  const size_t attached = header.form == Form::kEager    ? header.bytes
+                          : header.form == Form::kDevice ? sizeof(TableEntry)
+                                                         : 0;
   if (!fits || static_cast<size_t>(received) != sizeof(Header) + attached)
     throw std::runtime_error("rank " + std::to_string(source) + " of the group sent what is no message");
   const auto it = std::find_if(waiting_.begin(), waiting_.end(), [&](const OperationPtr& o) {
@@ -280,7 +283,8 @@ void Messages::send_timestamp(Transfer& transfer) {
     transfer.error = usage_error(why + ". Nothing was moved, and the group can be used further.");
     return end(transfer);
   }
-  const uint64_t own = sink_->message_matched(operation, device_message_number(rank_, operation->peer, transfer.number));
+  const uint64_t own =
+      sink_->message_matched(operation, device_message_number(rank_, operation->peer, transfer.number));
   hands.timestamp = std::max(own, hands.proposal);
   const uint64_t timestamp = hands.timestamp;
   MPI_Request request = MPI_REQUEST_NULL;
@@ -302,9 +306,9 @@ void Messages::deliver(const OperationPtr& operation, int source, std::unique_pt
     try {
       scratch = std::make_unique_for_overwrite<std::byte[]>(header.bytes + 1);
     } catch (const std::bad_alloc&) {  // of this message alone, whatever its header claims
-      report(
-          operation, std::make_shared<const OperationError>(OperationError{
-                         ErrorKind::kBroken, "no memory for a message of " + std::to_string(header.bytes) + " bytes"}));
+      report(operation,
+             std::make_shared<const OperationError>(OperationError{
+                 ErrorKind::kBroken, "no memory for a message of " + std::to_string(header.bytes) + " bytes"}));
       return;
     }
   }
