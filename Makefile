@@ -74,6 +74,11 @@ $(DEVICE): tests/device/simulated_device.cpp tests/device/runtime.h tests/device
 	$(CXX) -std=c++20 -O2 -g -fPIC -shared -Wall -Wextra -Werror -pthread tests/device/simulated_device.cpp -o $@ \
 		$$($(BIN)/python -c '$(TORCH_FLAGS)') -ltorch_cpu -lc10
 
+DEVICE_MPI := build/device/libdevice_mpi.so
+$(DEVICE_MPI): tests/device/device_mpi.c
+	@mkdir -p $(@D)
+	$(CC) -fPIC -shared $< -o $@
+
 # A double of NCCL for machines without GPUs; nccl_abi.cpp is not of it, see there.
 NCCL_DOUBLE := build/device/libnccl_double.so
 NCCL_DOUBLE_SOURCES := $(filter-out %/nccl_abi.cpp,$(wildcard tests/device/nccl_*.cpp))
@@ -153,7 +158,7 @@ demo: all
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/ddp_subgroups.py
 
 # The second run holds Gloo to the same right results, where it has the operation.
-test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test $(FAST_SIMULATE) $(ORDER_TEST) $(SCALE) $(DEVICE) $(NCCL_DOUBLE) fuzz-targets
+test: all $(VENV)/.test-tools $(SIM)/simulate $(SIM)/engine_test $(TSAN)/threads_test $(FAST_SIMULATE) $(ORDER_TEST) $(SCALE) $(DEVICE) $(DEVICE_MPI) $(NCCL_DOUBLE) fuzz-targets
 	$(BIN)/python -m pytest
 	MULTICOMM_TEST_BACKEND=gloo $(BIN)/python -m pytest -q -p no:cacheprovider -r f tests/test_operations.py
 

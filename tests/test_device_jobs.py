@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from harness import needs_multicomm, raises
 from harness.jobs import launch, say
-from harness.simulated import SPEC, group, join, kernels, on_devices, plan_failure
+from harness.simulated import DEVICE_MPI, SPEC, group, join, kernels, on_devices, plan_failure
 
 pytestmark = needs_multicomm("has no simulated devices")
 SOON = 6.0  # seconds
@@ -286,6 +286,27 @@ def test_choice_of_plane(mode: str, shared: bool, library: bool, words: str, tmp
         assert re.search(pattern, job.output), job.output[-4000:]
 
 
+def moves_on_the_device() -> None:
+    rank, device = join(shared=True)
+    for size in (5, LARGE):
+        tensor = torch.full((size,), float(rank), device=device)
+        dist.broadcast(tensor, 1)
+        assert (tensor.cpu() == 1).all()
+        pieces = torch.empty(2, size, device=device)
+        dist.all_gather_into_tensor(pieces, torch.full((size,), float(rank), device=device))
+        assert (pieces.cpu() == torch.tensor([[0.0], [1.0]])).all()
+        apart = [torch.empty(size, device=device) for _ in range(2 + rank)][rank:]  # one piece on some ranks only
+        dist.all_gather(apart if rank else list(torch.empty(2, size, device=device)), pieces[rank])
+        check_sum(device, size=size)
+    say(f"rank {rank} is done")
+
+
+def test_mpi_that_takes_device_memory(tmp_path: Path) -> None:
+    """Whether or not it says so: the simulated device's memory is the host's."""
+    environment = on_devices(LD_PRELOAD=str(DEVICE_MPI), MULTICOMM_STAGING_BYTES="1000")
+    launch(moves_on_the_device, 2, tmp_path, environment=environment).check().says("is done", 2)
+
+
 def names_the_missing_library() -> None:
     _, device = join()
     check_sum(device)
@@ -400,6 +421,43 @@ def trains() -> None:
             optimizer.step()
     for mine, right in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine.detach().cpu(), right.detach(), rtol=1e-4, atol=1e-6)
+
+
+def trains_sharded() -> None:
+    """FSDP over half of the ranks, replicated over the halves, against the same on one process."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank, device = join()
+    columns = [group([0, 2]), group([1, 3])]
+    rows = [group([0, 1]), group([2, 3])]
+    mesh = DeviceMesh.from_group(
+        [columns[rank % 2], rows[rank // 2]], "sim", [[0, 1], [2, 3]], mesh_dim_names=("a", "b")
+    )
+
+    def network() -> torch.nn.Sequential:
+        torch.manual_seed(3)
+        return torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+
+    torch.manual_seed(1)
+    data = torch.randn(4, 8, 20)
+    alone, model = network(), network().to(device)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
+    for _ in range(3):
+        alone(data.flatten(0, 1)).square().mean().backward()
+        model(data[rank].to(device)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, right in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor().detach().cpu(), right.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_sharded_training(tmp_path: Path) -> None:
+    launch(trains_sharded, 4, tmp_path, environment=on_devices()).check()
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["nccl", "staged"])

@@ -179,7 +179,8 @@ std::string standing_text(const Operation& operation, Standing standing, const s
     case Standing::kAgreed:
       return "every rank has submitted it, but its data is still on the way" + (who.empty() ? "" : "; " + who);
     case Standing::kLaunched:
-      return "every rank has submitted it, and this rank's device has it in its queue, but is not done with it" +
+      return "every rank has submitted it, and this rank's device has it in its queue, but is not done with it: "
+             "something before it in the queue does not end, or another rank's device does not come to it" +
              (who.empty() ? "" : "; " + who);
   }
   return {};

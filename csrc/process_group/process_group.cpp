@@ -322,7 +322,6 @@ void ProcessGroupMulticomm::follow_streams(const std::vector<TensorOperationPtr>
       ready = std::make_shared<c10::Event>(operation->device->type());
       ready->record(*stream);
     }
-    operation->source = stream;
     operation->ready = ready;
   }
 }

@@ -68,39 +68,40 @@ bool WorkState::count_down(TensorOperation& operation) {
 
 // What the future's users do comes behind the device's work: a stream of the pool waits for just that, and the future
 // takes its place from it.
-void WorkState::complete(const c10::intrusive_ptr<c10::ivalue::Future>& future) const {
-  if (error_) return future->setError(to_exception(error_));
-  if (!event_) return future->markCompleted(c10::IValue(outputs_));
-  const c10::Device device = outputs_.front().device();
+void WorkState::complete(const Completion& c) const {
+  if (!c.future) return;
+  if (c.error) return c.future->setError(to_exception(c.error));
+  if (!c.event) return c.future->markCompleted(c10::IValue(outputs_));
+  const c10::Device device = c.event->device();
   const c10::impl::VirtualGuardImpl guard(device.type());
   const c10::Stream stream = guard.getStreamFromGlobalPool(device);
-  event_->block(stream);
+  c.event->block(stream);
   const c10::StreamGuard current(stream);
-  future->markCompleted(c10::IValue(outputs_));
+  c.future->markCompleted(c10::IValue(outputs_));
 }
 
 void WorkState::one_launched(TensorOperation& operation) {
-  c10::intrusive_ptr<c10::ivalue::Future> future;
+  Completion whole;
   {
     const std::lock_guard lock(mutex_);
-    if (count_down(operation)) future = future_;
+    if (count_down(operation)) whole = completion();
   }
-  if (future) complete(future);
+  complete(whole);
 }
 
 void WorkState::one_done(TensorOperation& operation) {
-  c10::intrusive_ptr<c10::ivalue::Future> future;
+  Completion whole;
   bool last;
   {
     const std::lock_guard lock(mutex_);
     if (operation.error() && !error_) error_ = operation.error();
     finished = std::max(finished, operation.finished());
-    if (count_down(operation)) future = future_;
+    if (count_down(operation)) whole = completion();
     last = --remaining_ == 0;
   }
   if (last && on_done) std::exchange(on_done, nullptr)();
   if (last && hook) std::exchange(hook, nullptr)(*this);
-  if (future) complete(future);
+  complete(whole);
 }
 
 std::optional<std::chrono::duration<float, std::milli>> WorkState::duration() const {
@@ -110,16 +111,17 @@ std::optional<std::chrono::duration<float, std::milli>> WorkState::duration() co
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkState::future() {
-  bool done;
+  Completion whole;
   {
     const std::lock_guard lock(mutex_);
     if (future_) return future_;
     std::vector<c10::Device> devices;
-    if (!outputs_.empty() && !outputs_.front().is_cpu()) devices.push_back(outputs_.front().device());
+    for (const at::Tensor& output : outputs_)
+      if (!output.is_cpu() && devices.empty()) devices.push_back(output.device());
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
-    done = awaited_ == 0;
+    if (awaited_ == 0) whole = completion();
   }
-  if (done) complete(future_);
+  complete(whole);
   return future_;
 }
 

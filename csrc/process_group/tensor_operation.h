@@ -40,7 +40,14 @@ class WorkState {
 
  private:
   bool count_down(TensorOperation& operation);
-  void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future) const;
+  // Completes the future as things stood when its last operation came; outside the lock.
+  struct Completion {
+    c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nobody waits
+    ErrorPtr error;
+    std::shared_ptr<c10::Event> event;
+  };
+  Completion completion() const { return {future_, error_, event_}; }  // under the lock
+  void complete(const Completion& completion) const;
 
   mutable std::mutex mutex_;
   const std::vector<at::Tensor> outputs_;

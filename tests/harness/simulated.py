@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 _LIBRARIES = Path(__file__).resolve().parent.parent.parent / "build/device"
 NCCL = _LIBRARIES / "libnccl_double.so"
+DEVICE_MPI = _LIBRARIES / "libdevice_mpi.so"
 SPEC = "cpu:multicomm,sim:multicomm"
 
 

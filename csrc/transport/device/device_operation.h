@@ -1,8 +1,8 @@
 // An operation on the tensors of a device, as its plane sees it.
 #pragma once
 
+#include <c10/core/Device.h>
 #include <c10/core/Event.h>
-#include <c10/core/Stream.h>
 
 #include <memory>
 #include <optional>
@@ -11,12 +11,11 @@
 
 namespace multicomm {
 
-// The caller writes `device`, `source` and `ready`, the launcher `event`, before the operation is known as launched.
+// The caller writes `device` and `ready`, the launcher `event`, before the operation is known as launched.
 class DeviceOperation : public Operation {
  public:
   std::optional<c10::Device> device;  // none: all its tensors are on the CPU
-  std::optional<c10::Stream> source;  // that was current when it was submitted
-  std::shared_ptr<c10::Event> ready;  // what was enqueued there before
+  std::shared_ptr<c10::Event> ready;  // on the stream that was current when it was submitted
   std::shared_ptr<c10::Event> event;  // behind it on the communication stream
 };
 

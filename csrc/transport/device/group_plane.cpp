@@ -24,7 +24,7 @@ struct DeviceIdentity {
 // What a member says of itself, in a TableEntry.
 struct Introduction {
   int32_t nccl_version;  // 0: none
-  int32_t can_stage;
+  int32_t can_stage;     // 1: through host memory; 3: MPI takes device memory, too
   DeviceIdentity device;
   NcclUniqueId id;   // the lowest member's counts
   char why_not[64];  // of NCCL
@@ -80,7 +80,7 @@ void GroupPlane::introduce(int peer, const Operation& first, TableEntry& mine) {
   }
   Introduction own{};
   own.nccl_version = api_ == nullptr ? 0 : api_->version;
-  own.can_stage = staged_->has_communicator() || peer >= 0 ? 1 : 0;
+  own.can_stage = (staged_->has_communicator() || peer >= 0 ? 1 : 0) | (mpi_takes_device_memory() ? 2 : 0);
   own.device = identity_of(device, host_);
   no_nccl_.copy(own.why_not, sizeof(own.why_not) - 1);
   const bool lowest = peer < 0 ? parts_.rank == 0 : parts_.rank < peer;
@@ -110,8 +110,10 @@ std::string GroupPlane::introduced(int peer, const std::vector<TableEntry>& entr
   }
   const auto rank_text = [&](size_t m) { return "rank " + std::to_string(ranks[m]); };
   std::string why_not, cannot_stage;
+  bool device_memory = true;
   for (size_t m = 0; m < all.size(); ++m) {
-    if (all[m].can_stage == 0 && cannot_stage.empty())
+    device_memory = device_memory && (all[m].can_stage & 2) != 0;
+    if ((all[m].can_stage & 1) == 0 && cannot_stage.empty())
       cannot_stage = rank_text(m) + " had no device when the group was made, so there is no communicator for staging";
     if (!why_not.empty()) continue;
     if (all[m].nccl_version == 0)
@@ -132,6 +134,7 @@ std::string GroupPlane::introduced(int peer, const std::vector<TableEntry>& entr
   if (!nccl && settings_.cuda == CudaMode::kAuto && lowest)
     warn_once("tensors on devices are moved through host memory, which is slow: " + why_not +
               ". MULTICOMM_CUDA=staged silences this");
+  if (peer < 0) staged_->set_takes_device_memory(device_memory);
   if (nccl) {
     const int place = peer < 0 ? parts_.rank : parts_.rank < peer ? 0 : 1;
     party.nccl = std::make_shared<NcclCommunicator>(*api_, *launcher_, all[0].id, place, static_cast<int>(all.size()));

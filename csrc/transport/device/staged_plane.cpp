@@ -1,8 +1,10 @@
 #include "transport/device/staged_plane.h"
 
 #include <ATen/ATen.h>
+#include <dlfcn.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -20,10 +22,29 @@ int64_t largest_count(const Operation& operation) {
   return largest;
 }
 
+constexpr int kTag = -1;  // of messages; monitored barriers have -2 and below
+
+// This rank's own business: its list of outputs may be one tensor's pieces while another's is not.
+bool lies_in_one_piece(const Operation& o) {
+  for (size_t i = 1; i < o.outputs.size(); ++i) {
+    const Segment& before = o.outputs[i - 1];
+    if (o.outputs[i].data != before.data + static_cast<size_t>(before.count) * size_of(o.descriptor.dtype))
+      return false;
+  }
+  return true;
+}
+
 // Whether all members cut it alike. Messages are cut by their pair; of uneven pieces only their owners know the sizes.
 bool can_be_cut(const Batch& batch) { return !batch.fused() && batch.descriptor().count != kUneven; }
 
 }  // namespace
+
+bool mpi_takes_device_memory() {
+  using Query = int (*)();
+  static const auto query = reinterpret_cast<Query>(dlsym(RTLD_DEFAULT, "MPIX_Query_cuda_support"));
+  static const bool does = query != nullptr && query() == 1;
+  return does;
+}
 
 void begin(Launcher& launcher, const Batch& batch) {
   const c10::Event* last = nullptr;
@@ -42,17 +63,20 @@ std::shared_ptr<c10::Event> finish(Launcher& launcher, const Batch& batch) {
   return event;
 }
 
-// Part of an operation of the device, on its host copy.
+// Part of an operation of the device, as the CPU plane moves it: on its host copy, or on device memory.
 class StagedPlane::HostOperation final : public mpi::OwnMessage {
  public:
-  std::string describe() const override { return of->describe() + " (staged)"; }
+  std::string describe() const override {
+    const OperationPtr whole = of.lock();
+    return (whole ? whole->describe() : "an operation that is over") + " (staged)";
+  }
   void over(const ErrorPtr& error) override { done->complete(error ? &error->message : nullptr); }
-  OperationPtr of;
+  std::weak_ptr<Operation> of;  // which must not be let go of here: that may take the interpreter's lock
   Completion* done = nullptr;
 };
 
-struct StagedPlane::Flight {
-  struct ChunkDone final : Completion {
+struct StagedPlane::Chunk {
+  struct Done final : Completion {
     StagedPlane* plane = nullptr;
     FlightPtr flight;  // keeps it while the chunk is on its way
     size_t number = 0;
@@ -60,11 +84,12 @@ struct StagedPlane::Flight {
       plane->chunk_done(std::exchange(flight, nullptr), number, error);
     }
   };
-  struct Chunk {
-    Batch batch;  // of host operations
-    ChunkDone done;
-    std::vector<at::Tensor> device_inputs, host_inputs, device_outputs, host_outputs;
-  };
+  Batch batch;  // of host operations
+  Done done;
+  std::vector<at::Tensor> device_inputs, host_inputs, device_outputs, host_outputs;
+};
+
+struct StagedPlane::Flight {
   Launcher* launcher = nullptr;
   Batch* batch = nullptr;
   Completion* done = nullptr;
@@ -100,71 +125,24 @@ void StagedPlane::stage_out(const FlightPtr& flight) {
   try {
     const Batch& batch = *flight->batch;
     begin(launcher, batch);
-    const Operation& first = *batch.operations.front();
-    const Descriptor& d = first.descriptor;
-    const size_t element = size_of(d.dtype);
+    const Descriptor& d = batch.descriptor();
     const bool one_each = d.kind != OpKind::kAllReduce && d.kind != OpKind::kBroadcast && d.kind != OpKind::kReduce &&
                           !is_point_to_point(d.kind);
     const int64_t pieces = one_each ? size_ : 1;
-    const int64_t chunk_count = std::max<int64_t>(1, chunk_bytes_ / (pieces * static_cast<int64_t>(element)));
-    const int64_t largest = largest_count(first);
-    const bool cut = can_be_cut(batch) && largest > chunk_count;
+    const int64_t chunk_count = std::max<int64_t>(1, chunk_bytes_ / (pieces * static_cast<int64_t>(size_of(d.dtype))));
+    const bool in_one_call = may_move_on_device(batch);
+    const bool on_device = in_one_call && lies_in_one_piece(*batch.operations.front());
+    const int64_t largest = largest_count(*batch.operations.front());
+    const bool cut = !in_one_call && can_be_cut(batch) && largest > chunk_count;
     const auto chunks = static_cast<size_t>(cut ? (largest + chunk_count - 1) / chunk_count : 1);
     flight->chunks.resize(chunks);
-    for (const OperationPtr& o : batch.operations) {
-      const auto bytes_of = [&](const std::vector<Segment>& segments) {
-        int64_t count = 0;
-        for (const Segment& s : segments) count += s.count;
-        return count * static_cast<int64_t>(element);
-      };
-      const bool in_place =
-          o->inputs.size() == 1 && o->outputs.size() == 1 && o->inputs.front().data == o->outputs.front().data;
-      const int64_t bytes = bytes_of(o->inputs) + (in_place ? 0 : bytes_of(o->outputs));
-      at::Tensor memory = at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true));
-      auto* const base = static_cast<std::byte*>(memory.data_ptr());
-      flight->memory.push_back(std::move(memory));
-      for (size_t k = 0; k < chunks; ++k) {
-        Flight::Chunk& chunk = flight->chunks[k];
-        auto part = std::make_shared<HostOperation>();
-        part->of = o;
-        part->done = &chunk.done;
-        part->descriptor = o->descriptor;
-        part->descriptor.device = DeviceKind::kCpu;
-        part->peer = o->peer;
-        part->tag = -1;  // a range of its own: -2 and below are monitored barriers'
-        part->owns_buffers = true;
-        std::byte* at = base;
-        const auto slice = [&](const std::vector<Segment>& segments, std::vector<Segment>& host,
-                               std::vector<at::Tensor>& on_device, std::vector<at::Tensor>& on_host) {
-          for (const Segment& s : segments) {
-            const int64_t from = std::min(s.count, static_cast<int64_t>(k) * chunk_count);
-            const int64_t count = cut ? std::min(chunk_count, s.count - from) : s.count;
-            const size_t offset = static_cast<size_t>(cut ? from : 0) * element;
-            host.push_back({at + offset, count});
-            if (count > 0) {
-              on_device.push_back(as_tensor(s.data + offset, count, element, launcher.device()));
-              on_host.push_back(at::for_blob(at + offset, on_device.back().sizes())
-                                    .options(at::TensorOptions(on_device.back().scalar_type()))
-                                    .make_tensor());
-            }
-            at += static_cast<size_t>(s.count) * element;
-          }
-        };
-        slice(o->inputs, part->inputs, chunk.device_inputs, chunk.host_inputs);
-        if (in_place) at = base;
-        slice(o->outputs, part->outputs, chunk.device_outputs, chunk.host_outputs);
-        const bool sized = d.kind != OpKind::kAllToAll && !is_point_to_point(d.kind) && d.count != kUneven;
-        if (sized) {
-          const auto whole = static_cast<int64_t>(o->descriptor.count);
-          const int64_t from = std::min(whole, static_cast<int64_t>(k) * chunk_count);
-          part->descriptor.count = static_cast<uint64_t>(cut ? std::min(chunk_count, whole - from) : whole);
-        }
-        chunk.batch.operations.push_back(std::move(part));
-      }
-    }
     flight->remaining = flight->to_come_back = chunks;
+    for (const OperationPtr& operation : batch.operations) {
+      if (on_device) lay_out_on_device(flight, operation);
+      else lay_out_on_host(flight, operation, cut ? chunk_count : INT64_MAX);
+    }
     for (size_t k = 0; k < chunks; ++k) {
-      Flight::Chunk& chunk = flight->chunks[k];
+      Chunk& chunk = flight->chunks[k];
       chunk.done.plane = this;
       chunk.done.number = k;
       for (size_t i = 0; i < chunk.host_inputs.size(); ++i)
@@ -181,8 +159,81 @@ void StagedPlane::stage_out(const FlightPtr& flight) {
   }
 }
 
+std::shared_ptr<StagedPlane::HostOperation> StagedPlane::part_of(Chunk& chunk, const OperationPtr& operation) {
+  auto part = std::make_shared<HostOperation>();
+  part->of = operation;
+  part->done = &chunk.done;
+  part->descriptor = operation->descriptor;
+  part->descriptor.device = DeviceKind::kCpu;
+  part->peer = operation->peer;
+  part->tag = kTag;
+  part->owns_buffers = true;
+  chunk.batch.operations.push_back(part);
+  return part;
+}
+
+// Pinned memory for all of the operation, and each chunk's slice of every segment in it.
+void StagedPlane::lay_out_on_host(const FlightPtr& flight, const OperationPtr& operation, int64_t chunk_count) {
+  const Operation& o = *operation;
+  const size_t element = size_of(o.descriptor.dtype);
+  const c10::Device device = flight->launcher->device();
+  const auto bytes_of = [&](const std::vector<Segment>& segments) {
+    int64_t count = 0;
+    for (const Segment& s : segments) count += s.count;
+    return count * static_cast<int64_t>(element);
+  };
+  const bool in_place =
+      o.inputs.size() == 1 && o.outputs.size() == 1 && o.inputs.front().data == o.outputs.front().data;
+  const int64_t bytes = bytes_of(o.inputs) + (in_place ? 0 : bytes_of(o.outputs));
+  flight->memory.push_back(at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true)));
+  auto* const base = static_cast<std::byte*>(flight->memory.back().data_ptr());
+  for (size_t k = 0; k < flight->chunks.size(); ++k) {
+    Chunk& chunk = flight->chunks[k];
+    const auto part = part_of(chunk, operation);
+    std::byte* at = base;
+    const auto from = [&](int64_t count) {
+      return k == 0 ? int64_t{0} : std::min(count, static_cast<int64_t>(k) * chunk_count);
+    };
+    const auto slice = [&](const std::vector<Segment>& segments, std::vector<Segment>& host,
+                           std::vector<at::Tensor>& on_device, std::vector<at::Tensor>& on_host) {
+      for (const Segment& s : segments) {
+        const int64_t count = std::min(chunk_count, s.count - from(s.count));
+        const size_t offset = static_cast<size_t>(from(s.count)) * element;
+        host.push_back({at + offset, count});
+        if (count > 0) {
+          on_device.push_back(as_tensor(s.data + offset, count, element, device));
+          on_host.push_back(as_tensor(at + offset, count, element, c10::Device(at::kCPU)));
+        }
+        at += static_cast<size_t>(s.count) * element;
+      }
+    };
+    slice(o.inputs, part->inputs, chunk.device_inputs, chunk.host_inputs);
+    if (in_place) at = base;
+    slice(o.outputs, part->outputs, chunk.device_outputs, chunk.host_outputs);
+    const bool sized = o.descriptor.kind != OpKind::kAllToAll && !is_point_to_point(o.descriptor.kind) &&
+                       o.descriptor.count != kUneven;
+    if (!sized) continue;
+    const auto whole = static_cast<int64_t>(o.descriptor.count);
+    part->descriptor.count = static_cast<uint64_t>(std::min(chunk_count, whole - from(whole)));
+  }
+}
+
+// MPI that knows device memory is given it for what it moves by itself; where the CPU plane copies or reduces by its
+// own code, that is host memory's business. The same on all members, which make the same calls.
+bool StagedPlane::may_move_on_device(const Batch& batch) const {
+  const Descriptor& d = batch.descriptor();
+  return takes_device_memory_ && !batch.fused() &&
+         (d.kind == OpKind::kBroadcast || (d.kind == OpKind::kAllGather && d.count != kUneven));
+}
+
+void StagedPlane::lay_out_on_device(const FlightPtr& flight, const OperationPtr& operation) {
+  const auto part = part_of(flight->chunks.front(), operation);
+  part->inputs = operation->inputs;
+  part->outputs = operation->outputs;
+}
+
 void StagedPlane::start(const FlightPtr& flight, size_t number) {
-  Flight::Chunk& chunk = flight->chunks[number];
+  Chunk& chunk = flight->chunks[number];
   chunk.done.flight = flight;
   try {
     if (is_point_to_point(flight->batch->descriptor().kind)) return messages_.post(chunk.batch.operations.front());
@@ -210,7 +261,7 @@ void StagedPlane::stage_in(const FlightPtr& flight, size_t number) {
     launcher.reports().add([this, flight, why] { end(flight, why.empty() ? nullptr : &why); });
   };
   try {
-    Flight::Chunk& chunk = flight->chunks[number];
+    Chunk& chunk = flight->chunks[number];
     const bool wanted = !aborted_.load();
     for (size_t i = 0; wanted && i < chunk.host_outputs.size(); ++i)
       chunk.device_outputs[i].copy_(chunk.host_outputs[i], /*non_blocking=*/true);
