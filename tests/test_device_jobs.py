@@ -7,6 +7,7 @@ real ones behave as the doubles do; `make test-gpu` is for that.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import re
@@ -298,6 +299,7 @@ def moves_on_the_device() -> None:
         apart = [torch.empty(size, device=device) for _ in range(2 + rank)][rank:]  # one piece on some ranks only
         dist.all_gather(apart if rank else list(torch.empty(2, size, device=device)), pieces[rank])
         check_sum(device, size=size)
+    assert ctypes.CDLL(None).device_mpi_largest() == LARGE
     say(f"rank {rank} is done")
 
 
@@ -431,9 +433,8 @@ def trains_sharded() -> None:
     rank, device = join()
     columns = [group([0, 2]), group([1, 3])]
     rows = [group([0, 1]), group([2, 3])]
-    mesh = DeviceMesh.from_group(
-        [columns[rank % 2], rows[rank // 2]], "sim", [[0, 1], [2, 3]], mesh_dim_names=("a", "b")
-    )
+    layout = [[0, 1], [2, 3]]
+    mesh = DeviceMesh.from_group([columns[rank % 2], rows[rank // 2]], "sim", layout, mesh_dim_names=("a", "b"))
 
     def network() -> torch.nn.Sequential:
         torch.manual_seed(3)
