@@ -150,7 +150,7 @@ void GroupPlane::launch(Batch& batch, bool more, Completion& done) {
   const std::shared_ptr<NcclCommunicator> nccl = party_of(message ? first.peer : -1).nccl;
   if (nccl && nccl_serves(first.descriptor)) {
     ++in_flight_;
-    if (message) return launch_together({{&batch, &done}}, nccl);
+    if (message) return launch_message({&batch, &done}, party_of(first.peer));
     together_.push_back({&batch, &done});
   } else {
     if (nccl && settings_.cuda == CudaMode::kAuto && parts_.rank == 0)
@@ -159,6 +159,25 @@ void GroupPlane::launch(Batch& batch, bool more, Completion& done) {
     staged_->launch(*launcher_, batch, done);
   }
   if (!more && !together_.empty()) launch_together(std::exchange(together_, {}), all_.nccl);
+}
+
+void GroupPlane::launch_message(const Flight& flight, Party& party) {
+  if (party.latest && party.latest_task == launcher_->posted()) {  // nothing has come in between
+    const std::lock_guard lock(party.latest->mutex);
+    if (!party.latest->taken) return party.latest->flights.push_back(flight);
+  }
+  party.latest = std::make_shared<MessageGroup>();
+  party.latest->flights.push_back(flight);
+  launcher_->post([this, messages = party.latest, nccl = party.nccl] {
+    std::vector<Flight> flights;
+    {
+      const std::lock_guard lock(messages->mutex);
+      messages->taken = true;
+      flights = messages->flights;
+    }
+    run(flights, nccl);
+  });
+  party.latest_task = launcher_->posted();
 }
 
 void GroupPlane::launch_together(std::vector<Flight> flights, const std::shared_ptr<NcclCommunicator>& nccl) {

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -32,17 +33,28 @@ class GroupPlane final : public mpi::GroupDevice {
   void close() override;
 
  private:
+  struct Flight {
+    Batch* batch;
+    Completion* done;
+  };
+  // Messages of one pair that follow each other directly in the launch order: one NCCL group, so that both directions
+  // of an exchange move at once. The other side need not have the same messages together: the first unfinished one of
+  // all in the order is always under way on both its sides, whatever is in the kernel with it.
+  struct MessageGroup {
+    std::mutex mutex;
+    std::vector<Flight> flights;  // guarded by mutex
+    bool taken = false;           // guarded by mutex: the launcher is at it
+  };
   // Those who move tensors together: all members, or a pair.
   struct Party {
     bool introduced = false;
     std::optional<NcclUniqueId> own_id;
     std::shared_ptr<NcclCommunicator> nccl;  // null: staged
-  };
-  struct Flight {
-    Batch* batch;
-    Completion* done;
+    std::shared_ptr<MessageGroup> latest;    // driver
+    uint64_t latest_task = 0;                // driver: the launcher's number of it
   };
   Party& party_of(int peer) { return peer < 0 ? all_ : pairs_[peer]; }
+  void launch_message(const Flight& flight, Party& party);
   void launch_together(std::vector<Flight> flights, const std::shared_ptr<NcclCommunicator>& nccl);
   void run(const std::vector<Flight>& flights, const std::shared_ptr<NcclCommunicator>& nccl);
   void end(const Flight& flight, const std::string* error);

@@ -82,6 +82,7 @@ Launcher::Launcher(c10::Device device, bool high_priority, Reports& reports)
 }
 
 void Launcher::post(Task task) {
+  ++posted_;
   {
     const std::lock_guard lock(mutex_);
     tasks_.push_back(std::move(task));

@@ -43,9 +43,10 @@ class Launcher {
   Launcher& operator=(const Launcher&) = delete;
 
   using Task = std::function<void()>;
-  // Any thread: runs `task` after those before it, with the device and the communication stream current. A task deals
-  // with its own errors.
+  // Driver: runs `task` after those before it, with the device and the communication stream current. A task deals with
+  // its own errors.
   void post(Task task);
+  uint64_t posted() const { return posted_; }  // driver: how many tasks there have been
   Reports& reports() { return reports_; }
   c10::Device device() const { return device_; }
 
@@ -71,6 +72,7 @@ class Launcher {
   const c10::Device device_;
   const bool high_priority_;
   Reports& reports_;
+  uint64_t posted_ = 0;  // driver
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> tasks_;  // guarded by mutex_
