@@ -319,7 +319,7 @@ void ProcessGroupMulticomm::follow_streams(const std::vector<TensorOperationPtr>
       const c10::impl::VirtualGuardImpl guard(operation->device->type());
       stream = guard.getStream(*operation->device);
       refuse_capture(guard, *stream, at("a collective"));
-      ready = std::make_shared<c10::Event>(operation->device->type());
+      ready = make_event(*operation->device);
       ready->record(*stream);
     }
     operation->ready = ready;

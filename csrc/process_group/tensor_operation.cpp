@@ -62,7 +62,10 @@ std::exception_ptr to_exception(const ErrorPtr& error) {
 // Whether the future has what it waits for now. Under the lock.
 bool WorkState::count_down(TensorOperation& operation) {
   if (std::exchange(operation.counted_for_future, true)) return false;
-  if (operation.event && !operation.error()) event_ = operation.event;
+  // One that was given up may still be in the launcher's hands, which then writes its event.
+  const bool failed = operation.done() && operation.error();
+  if (!failed && operation.event && std::find(events_.begin(), events_.end(), operation.event) == events_.end())
+    events_.push_back(operation.event);
   return --awaited_ == 0;
 }
 
@@ -71,13 +74,18 @@ bool WorkState::count_down(TensorOperation& operation) {
 void WorkState::complete(const Completion& c) const {
   if (!c.future) return;
   if (c.error) return c.future->setError(to_exception(c.error));
-  if (!c.event) return c.future->markCompleted(c10::IValue(outputs_));
-  const c10::Device device = c.event->device();
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  const c10::Stream stream = guard.getStreamFromGlobalPool(device);
-  c.event->block(stream);
-  const c10::StreamGuard current(stream);
-  c.future->markCompleted(c10::IValue(outputs_));
+  if (c.events.empty()) return c.future->markCompleted(c10::IValue(outputs_));
+  try {
+    const c10::Device device = c.events.front()->device();
+    const c10::OptionalDeviceGuard on(device);
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    const c10::Stream stream = guard.getStreamFromGlobalPool(device);
+    for (const auto& event : c.events) event->block(stream);
+    const c10::StreamGuard current(stream);
+    c.future->markCompleted(c10::IValue(outputs_));
+  } catch (const std::exception&) {  // of the device, which then refuses everything
+    c.future->setErrorIfNeeded(std::current_exception());
+  }
 }
 
 void WorkState::one_launched(TensorOperation& operation) {

@@ -44,18 +44,18 @@ class WorkState {
   struct Completion {
     c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nobody waits
     ErrorPtr error;
-    std::shared_ptr<c10::Event> event;
+    std::vector<std::shared_ptr<c10::Event>> events;
   };
-  Completion completion() const { return {future_, error_, event_}; }  // under the lock
+  Completion completion() const { return {future_, error_, events_}; }  // under the lock
   void complete(const Completion& completion) const;
 
   mutable std::mutex mutex_;
   const std::vector<at::Tensor> outputs_;
-  size_t remaining_;                                // guarded by mutex_; of what is not done
-  size_t awaited_;                                  // guarded by mutex_; by the future: not launched
-  std::shared_ptr<c10::Event> event_;               // guarded by mutex_; of the last one launched
-  ErrorPtr error_;                                  // guarded by mutex_
-  c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
+  size_t remaining_;                                 // guarded by mutex_; of what is not done
+  size_t awaited_;                                   // guarded by mutex_; by the future: not launched
+  std::vector<std::shared_ptr<c10::Event>> events_;  // guarded by mutex_; behind what is launched, each once
+  ErrorPtr error_;                                   // guarded by mutex_
+  c10::intrusive_ptr<c10::ivalue::Future> future_;   // guarded by mutex_
 };
 
 // The exception that a caller sees: torch's DistBackendError.

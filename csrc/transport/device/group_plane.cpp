@@ -52,6 +52,12 @@ bool nccl_knows(c10::DeviceType type, const Settings& settings) {
   return type == c10::DeviceType::CUDA || !settings.nccl_library.empty();
 }
 
+// Ids that nobody was told to use: each has a thread and a socket in NCCL that wait for its members. Driver.
+std::vector<NcclUniqueId>& spare_ids() {
+  static auto* ids = new std::vector<NcclUniqueId>();
+  return *ids;
+}
+
 void warn_once(const std::string& text) {
   static std::atomic<bool> warned{false};
   if (!warned.exchange(true)) std::fprintf(stderr, "multicomm: %s\n", text.c_str());
@@ -88,10 +94,18 @@ void GroupPlane::introduce(int peer, const Operation& first, TableEntry& mine) {
     Party& party = party_of(peer);
     if (!party.own_id) {
       NcclUniqueId id{};
-      if (api_->get_unique_id(&id) != kNcclSuccess) throw std::runtime_error("NCCL: ncclGetUniqueId has failed");
-      party.own_id = id;
+      if (!spare_ids().empty()) {
+        party.own_id = spare_ids().back();
+        spare_ids().pop_back();
+      } else if (api_->get_unique_id(&id) == kNcclSuccess) {
+        party.own_id = id;
+      }
+      if (!party.own_id) {
+        own.nccl_version = 0;
+        std::string("ncclGetUniqueId has failed").copy(own.why_not, sizeof(own.why_not) - 1);
+      }
     }
-    own.id = *party.own_id;
+    if (party.own_id) own.id = *party.own_id;
   }
   std::memcpy(mine.text, &own, sizeof(own));
 }
@@ -135,6 +149,7 @@ std::string GroupPlane::introduced(int peer, const std::vector<TableEntry>& entr
     warn_once("tensors on devices are moved through host memory, which is slow: " + why_not +
               ". MULTICOMM_CUDA=staged silences this");
   if (peer < 0) staged_->set_takes_device_memory(device_memory);
+  if (!nccl && party.own_id) spare_ids().push_back(*party.own_id);
   if (nccl) {
     const int place = peer < 0 ? parts_.rank : parts_.rank < peer ? 0 : 1;
     party.nccl = std::make_shared<NcclCommunicator>(*api_, *launcher_, all[0].id, place, static_cast<int>(all.size()));
@@ -193,7 +208,7 @@ void GroupPlane::run(const std::vector<Flight>& flights, const std::shared_ptr<N
     });
   };
   try {
-    if (nccl->aborted()) return tell(flights, "given up before it was launched");
+    if (nccl->aborted()) throw std::runtime_error("given up before it was launched");
     auto batch = std::make_shared<NcclBatch>();
     for (const Flight& flight : flights) {
       begin(*launcher_, *flight.batch);
@@ -216,8 +231,10 @@ void GroupPlane::run(const std::vector<Flight>& flights, const std::shared_ptr<N
       tell(flights, text);
     });
   } catch (const std::exception& error) {
-    // Of NCCL, or no memory for a copy: this rank's device has no part in it, so its peers' would wait for ever.
-    tell(flights, error.what());
+    // Of NCCL, or no memory for a copy: this rank's device has no part in it, so its peers' would wait for ever. What
+    // it has been given all the same uses the tensors for a while yet.
+    after_the_stream(*launcher_, nullptr,
+                     [tell, flights, why = std::string(error.what())](const std::string*) { tell(flights, why); });
   }
 }
 

@@ -5,18 +5,25 @@
 #include <dlfcn.h>
 #include <link.h>
 #include <pthread.h>
+#include <sys/prctl.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <optional>
+#include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
+
+#include "transport/device/device_operation.h"
 
 namespace multicomm::device {
 namespace {
 
 constexpr std::chrono::microseconds kShortestPause{20};
 constexpr std::chrono::microseconds kLongestPause{500};
+constexpr unsigned long kTimerSlack = 1000;          // ns; a pause takes 50 us longer by default
 constexpr int kLowPriority = 0, kHighPriority = -1;  // as c10's streams have them
 
 // While a caller records a graph of the device, what this thread asks the device must not count as part of it: by
@@ -74,6 +81,39 @@ size_t Reports::poll() {
   return taken.size();
 }
 
+void Reports::begin_beside() {
+  const std::lock_guard lock(mutex_);
+  ++beside_;
+}
+
+void Reports::end_beside() {
+  const std::lock_guard lock(mutex_);
+  if (--beside_ == 0) none_beside_.notify_all();
+}
+
+void Reports::await_beside(std::chrono::milliseconds bound) {
+  std::unique_lock lock(mutex_);
+  none_beside_.wait_for(lock, bound, [this] { return beside_ == 0; });
+}
+
+void Launcher::beside(std::function<void()> work) {
+  reports_.begin_beside();
+  try {
+    std::thread([this, work = std::move(work)] {
+      try {
+        c10::impl::VirtualGuardImpl(device_.type()).setDevice(device_);
+        work();
+      } catch (const std::exception& error) {  // the device refuses
+        std::fprintf(stderr, "multicomm: %s\n", error.what());
+      }
+      reports_.end_beside();
+    }).detach();
+  } catch (const std::system_error& error) {
+    reports_.end_beside();
+    std::fprintf(stderr, "multicomm: no thread for ending a communicator: %s\n", error.what());
+  }
+}
+
 Launcher::Launcher(c10::Device device, bool high_priority, Reports& reports)
     : device_(device), high_priority_(high_priority), reports_(reports) {
   std::thread thread([this] { run(); });
@@ -91,8 +131,8 @@ void Launcher::post(Task task) {
 }
 
 std::shared_ptr<c10::Event> Launcher::record() {
-  auto event = std::make_shared<c10::Event>(device_.type());
-  event->record(*stream_);
+  auto event = make_event(device_);
+  event->record(stream());
   return event;
 }
 
@@ -129,14 +169,28 @@ bool Launcher::query() {
   return any;
 }
 
+void Launcher::attend() {
+  query();
+  const auto now = std::chrono::steady_clock::now();
+  if (awaited_.empty() || now < next_look_) return;
+  next_look_ = now + kLook;
+  for (const auto& [owner, watcher] : watchers_) watcher.look();
+}
+
 void Launcher::run() {
+  prctl(PR_SET_TIMERSLACK, kTimerSlack);
   stay_out_of_captures(device_.type());
-  const c10::impl::VirtualGuardImpl guard(device_.type());
-  guard.setDevice(device_);
-  stream_ = std::make_unique<c10::Stream>(guard.getNewStream(device_, high_priority_ ? kHighPriority : kLowPriority));
-  const c10::StreamGuard current(*stream_);
+  std::optional<c10::StreamGuard> current;
+  try {
+    const c10::impl::VirtualGuardImpl guard(device_.type());
+    guard.setDevice(device_);
+    stream_ = std::make_unique<c10::Stream>(guard.getNewStream(device_, high_priority_ ? kHighPriority : kLowPriority));
+    native_stream_ = native_handle(*stream_);
+    current.emplace(*stream_);
+  } catch (const std::exception& error) {
+    start_error_ = error.what();
+  }
   auto pause = kShortestPause;
-  auto next_look = std::chrono::steady_clock::now();
   while (true) {
     Task task;
     {
@@ -149,14 +203,19 @@ void Launcher::run() {
         tasks_.pop_front();
       }
     }
+    const size_t before = awaited_.size();
     if (task) task();
     task = nullptr;  // what it held goes now, not with the next one
-    pause = query() || awaited_.empty() ? kShortestPause : std::min(pause * 3 / 2, kLongestPause);
-    const auto now = std::chrono::steady_clock::now();
-    if (awaited_.empty() || now < next_look) continue;
-    next_look = now + kLook;
-    for (const auto& [owner, watcher] : watchers_) watcher.look();
+    const size_t with = awaited_.size();
+    attend();
+    const bool moved = with != before || awaited_.size() != with;
+    pause = moved ? kShortestPause : std::min(pause * 3 / 2, kLongestPause);
   }
+}
+
+const c10::Stream& Launcher::stream() const {
+  if (!stream_) throw std::runtime_error("the device cannot be used: " + start_error_);
+  return *stream_;
 }
 
 Launcher& Launchers::of(c10::Device device) {

@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -26,12 +27,18 @@ class Reports final : public Poller {
   explicit Reports(std::function<void()> wake) : wake_(std::move(wake)) {}
   void add(std::function<void()> report);  // any thread
   size_t poll() override;                  // driver: runs them, in order
+  // Work beside the launchers, for which the end of the process waits.
+  void begin_beside();
+  void end_beside();
+  void await_beside(std::chrono::milliseconds bound);
 
  private:
   const std::function<void()> wake_;
   std::atomic<bool> any_{false};
   std::mutex mutex_;
   std::vector<std::function<void()>> reports_;  // guarded by mutex_
+  std::condition_variable none_beside_;
+  int beside_ = 0;  // guarded by mutex_
 };
 
 // Everything that touches the device happens on this thread: a call that waits (for a peer, for room in the device's
@@ -47,13 +54,17 @@ class Launcher {
   // its own errors.
   void post(Task task);
   uint64_t posted() const { return posted_; }  // driver: how many tasks there have been
+  // Any thread: runs `work` on a thread of its own with the device current; where none can be had, not at all.
+  void beside(std::function<void()> work);
   Reports& reports() { return reports_; }
   c10::Device device() const { return device_; }
 
   // --- tasks only ---
-  void attend() { query(); }  // reports what has come to pass; for a task that waits
-  const c10::Stream& stream() const { return *stream_; }
-  std::shared_ptr<c10::Event> record();  // of the stream as it is now
+  void
+  attend();  // reports what has come to pass, and lets the watchers look when it is time; also for a task that waits
+  const c10::Stream& stream() const;                      // throws where the device could not be used from the start
+  void* native_stream() const { return native_stream_; }  // as the device's own libraries know it
+  std::shared_ptr<c10::Event> record();                   // of the stream as it is now
   // Runs `then` on this thread when the event has come to pass; or when the device refuses to say, with its error.
   void when_done(std::shared_ptr<c10::Event> event, std::function<void(const std::string* error)> then);
   // Runs `look` every kLook, until as many calls of unwatch() as of watch().
@@ -79,6 +90,9 @@ class Launcher {
 
   // The thread's own.
   std::unique_ptr<c10::Stream> stream_;
+  std::string start_error_;
+  void* native_stream_ = nullptr;
+  std::chrono::steady_clock::time_point next_look_{};
   std::deque<Awaited> awaited_;  // in the order of the stream, so only the first is asked
   struct Watcher {
     std::function<void()> look;
@@ -100,6 +114,13 @@ class Launchers {
   Reports reports_;
   std::map<c10::DeviceIndex, std::unique_ptr<Launcher>> launchers_;
 };
+
+// The stream as the device's own libraries know it. torch has renamed this.
+template <typename Stream>
+void* native_handle(const Stream& stream) {
+  if constexpr (requires { stream.native_handle(); }) return stream.native_handle();
+  else return stream.stream_handle();
+}
 
 // A function of a library that the process has loaded, such as the driver of the device; null where it has not.
 void* loaded_symbol(const char* library_prefix, const char* name);

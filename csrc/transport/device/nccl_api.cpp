@@ -3,7 +3,7 @@
 #include <c10/core/Device.h>
 #include <dlfcn.h>
 
-#include <mutex>
+#include <cstdlib>
 #include <optional>
 #include <string>
 #include <vector>
@@ -12,7 +12,7 @@ namespace multicomm::device {
 namespace {
 
 constexpr const char* kName = "libnccl.so.2";
-constexpr int kOldest = 21400;  // communicators that do not block
+constexpr int kOldest = 21800;  // communicators that do not block, made as they are here
 
 // torch's wheels have NCCL in a package beside torch.
 std::vector<std::string> wheel_places() {
@@ -73,6 +73,10 @@ Loaded load(const std::string& given) {
   if (!missing.empty() || api.version < kOldest) {
     loaded.why = "NCCL in " + path + " (version " + version_text(api.version) + ") is too old: multicomm needs " +
                  version_text(kOldest) + " or later" + (missing.empty() ? "" : "; it lacks " + missing);
+    return loaded;
+  }
+  if (const char* blocking = std::getenv("NCCL_COMM_BLOCKING"); blocking != nullptr && std::atoi(blocking) != 0) {
+    loaded.why = "NCCL_COMM_BLOCKING=1 makes NCCL's calls block, so that nothing could end them; unset it";
     return loaded;
   }
   loaded.api = api;

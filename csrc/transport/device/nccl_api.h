@@ -29,7 +29,8 @@ enum NcclType : int {
 };
 enum NcclOp : int { kNcclSum = 0, kNcclProd = 1, kNcclMax = 2, kNcclMin = 3, kNcclAvg = 4 };
 
-// The first fields of ncclConfig_t, as NCCL 2.14 had them; `size` tells the library which it has been given.
+// The first fields of ncclConfig_t, as NCCL 2.14 had them; `size` and `version` tell the library which it has been
+// given.
 struct NcclConfig {
   size_t size = sizeof(NcclConfig);
   unsigned int magic = 0xcafebeef;

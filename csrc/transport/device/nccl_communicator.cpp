@@ -9,6 +9,7 @@ namespace multicomm::device {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+constexpr std::chrono::microseconds kSpin{50};  // before the pauses: NCCL is seldom done at once, and seldom later
 constexpr std::chrono::microseconds kShortestPause{20};
 constexpr std::chrono::microseconds kLongestPause{1000};
 constexpr std::chrono::seconds kClosing{5};
@@ -16,13 +17,17 @@ constexpr std::chrono::seconds kCallPatience{1};  // for a call of the launcher 
 
 }  // namespace
 
+void NcclCommunicator::check_not_aborted() const {
+  if (!aborted_.load()) return;
+  const std::string why = failure();
+  throw std::runtime_error(why.empty() ? "given up before it was launched" : why);
+}
+
 template <typename Use>
 void NcclCommunicator::exclusively(Use use) {
+  check_not_aborted();  // first: the abort holds the lock for as long as kernels take to leave the device
   const std::lock_guard lock(calls_);
-  if (aborted_.load()) {
-    const std::string why = failure();
-    throw std::runtime_error(why.empty() ? "given up before it was launched" : why);
-  }
+  check_not_aborted();
   use();
 }
 
@@ -36,31 +41,44 @@ void NcclCommunicator::check(NcclResult result, const char* what) {
 
 void NcclCommunicator::wait_until_ready(const char* what, Clock::time_point deadline,
                                         const std::function<void()>& meanwhile) {
+  const auto begin = Clock::now();
   auto pause = kShortestPause;
   while (true) {
     NcclResult state = kNcclSuccess;
     exclusively([&] { check(api_.comm_get_async_error(communicator_.load(), &state), "ncclCommGetAsyncError"); });
     if (state != kNcclInProgress) return exclusively([&] { check(state, what); });
-    if (Clock::now() >= deadline) throw std::runtime_error(std::string("NCCL: ") + what + " does not come to its end");
+    const auto now = Clock::now();
+    if (now >= deadline) throw std::runtime_error(std::string("NCCL: ") + what + " does not come to its end");
     meanwhile();
+    if (now - begin < kSpin) {
+      std::this_thread::yield();
+      continue;
+    }
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 3 / 2, kLongestPause);
   }
 }
 
+// A failure is remembered: a second attempt with the same id would wait for members that never come.
 void NcclCommunicator::ensure() {
-  if (made_) return;
-  exclusively([&] {
-    NcclConfig config;
-    NcclComm made = nullptr;
-    const NcclResult result = api_.comm_init(&made, size_, id_, rank_, &config);
-    communicator_.store(made);
-    check(result, "ncclCommInitRankConfig");
-  });
-  // No deadline of its own: the operation's ends it, through abort().
-  // Meanwhile what was launched before goes on being reported.
-  wait_until_ready("ncclCommInitRankConfig", Clock::time_point::max(), [this] { launcher_.attend(); });
-  made_ = true;
+  if (made_.load()) return;
+  const std::string before = failure();
+  if (!before.empty()) throw std::runtime_error(before);
+  try {
+    exclusively([&] {
+      NcclConfig config;
+      const NcclResult result = api_.comm_init(&raw_, size_, id_, rank_, &config);
+      communicator_.store(raw_);
+      check(result, "ncclCommInitRankConfig");
+    });
+    // No deadline of its own: the operation's ends it, through abort(). Meanwhile what was launched before goes on
+    // being reported.
+    wait_until_ready("ncclCommInitRankConfig", Clock::time_point::max(), [this] { launcher_.attend(); });
+  } catch (const std::runtime_error& error) {
+    remember(error.what());
+    throw;
+  }
+  made_.store(true);
 }
 
 void NcclCommunicator::run(const std::vector<Call>& calls) {
@@ -70,7 +88,7 @@ void NcclCommunicator::run(const std::vector<Call>& calls) {
     check(api_.group_start(), "ncclGroupStart");
     NcclResult first = kNcclSuccess;
     for (const Call& call : calls) {
-      const NcclResult result = call(api_, communicator_.load(), launcher_.stream().native_handle());
+      const NcclResult result = call(api_, communicator_.load(), launcher_.native_stream());
       if (first == kNcclSuccess || first == kNcclInProgress) first = result;
     }
     const NcclResult end = api_.group_end();  // also after an error: the group must not stay open
@@ -85,19 +103,20 @@ std::string NcclCommunicator::failure() const {
   return failure_;
 }
 
+void NcclCommunicator::remember(const std::string& failure) {
+  const std::lock_guard lock(failure_mutex_);
+  if (failure_.empty()) failure_ = failure;
+}
+
 void NcclCommunicator::look_for_failure() {
+  const std::unique_lock lock(calls_, std::try_to_lock);
+  if (!lock.owns_lock() || aborted()) return;  // being given up
   try {
     NcclResult state = kNcclSuccess;
-    exclusively([&] {
-      check(api_.comm_get_async_error(communicator_.load(), &state), "ncclCommGetAsyncError");
-      check(state, "a collective on the device");
-    });
+    check(api_.comm_get_async_error(communicator_.load(), &state), "ncclCommGetAsyncError");
+    check(state, "a collective on the device");
   } catch (const std::runtime_error& error) {
-    if (aborted()) return;
-    {
-      const std::lock_guard lock(failure_mutex_);
-      failure_ = error.what();
-    }
+    remember(error.what());
     abort();
   }
 }
@@ -106,16 +125,16 @@ void NcclCommunicator::abort() {
   if (aborted_.exchange(true)) return;
   // On a thread of its own: NCCL waits there for its kernels to leave the device, which may be behind another
   // communicator's, whose abort is yet to come.
-  std::thread([self = shared_from_this()] {
+  launcher_.beside([self = shared_from_this()] {
     std::unique_lock lock(self->calls_, std::defer_lock);
     // A call that hangs is ended by the abort; one that comes back uses the communicator no more.
     (void)lock.try_lock_for(kCallPatience);
     if (NcclComm communicator = self->communicator_.exchange(nullptr)) self->api_.comm_abort(communicator);
-  }).detach();
+  });
 }
 
 void NcclCommunicator::close() {
-  if (made_.load() && !aborted()) std::thread([self = shared_from_this()] { self->finalize(); }).detach();
+  if (made_.load() && !aborted()) launcher_.beside([self = shared_from_this()] { self->finalize(); });
 }
 
 void NcclCommunicator::finalize() {

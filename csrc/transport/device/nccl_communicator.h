@@ -48,7 +48,9 @@ class NcclCommunicator : public std::enable_shared_from_this<NcclCommunicator> {
   void wait_until_ready(const char* what, std::chrono::steady_clock::time_point deadline,
                         const std::function<void()>& meanwhile);
   void finalize();
+  void remember(const std::string& failure);
   void check(NcclResult result, const char* what);
+  void check_not_aborted() const;
   template <typename Use>
   void exclusively(Use use);
 
@@ -62,6 +64,7 @@ class NcclCommunicator : public std::enable_shared_from_this<NcclCommunicator> {
   // Held by the launcher during each call; by abort(), as long as that comes back, so that it frees nothing in use.
   std::timed_mutex calls_;
   std::atomic<NcclComm> communicator_{nullptr};
+  NcclComm raw_ = nullptr;  // the launcher's; NCCL may write it after the call that was given its address
   std::atomic<bool> aborted_{false};
   mutable std::mutex failure_mutex_;
   std::string failure_;  // guarded by failure_mutex_

@@ -63,6 +63,17 @@ std::shared_ptr<c10::Event> finish(Launcher& launcher, const Batch& batch) {
   return event;
 }
 
+void after_the_stream(Launcher& launcher, std::shared_ptr<c10::Event> event,
+                      std::function<void(const std::string* error)> then) {
+  try {
+    if (!event) event = launcher.record();
+  } catch (const std::exception& error) {  // a device that refuses even this does nothing more
+    const std::string why = error.what();
+    return then(&why);
+  }
+  launcher.when_done(std::move(event), std::move(then));
+}
+
 // Part of an operation of the device, as the CPU plane moves it: on its host copy, or on device memory.
 class StagedPlane::HostOperation final : public mpi::OwnMessage {
  public:
@@ -95,9 +106,8 @@ struct StagedPlane::Flight {
   Completion* done = nullptr;
   std::vector<at::Tensor> memory;  // pinned
   std::vector<Chunk> chunks;       // the launcher's until they are started, then each has its place
-  size_t remaining = 0;            // driver
-  std::string error;               // driver
-  size_t to_come_back = 0;         // the launcher's
+  size_t remaining = 0;            // the launcher's: chunks that are not over
+  std::string error;               // the launcher's
 };
 
 StagedPlane::StagedPlane(MPI_Comm communicator, mpi::Requests& requests, const mpi::Types& types, BufferPool& pool,
@@ -107,7 +117,9 @@ StagedPlane::StagedPlane(MPI_Comm communicator, mpi::Requests& requests, const m
                  : std::make_unique<mpi::MpiDataPlane>(communicator, requests, types, pool, messages, largest_count)),
       messages_(messages),
       size_(size),
-      chunk_bytes_(chunk_bytes) {}
+      largest_count_(largest_count),
+      // A message's ends need to agree on bytes only, so a chunk is a whole number of elements of any size.
+      chunk_bytes_(std::max<int64_t>(16, chunk_bytes / 16 * 16)) {}
 
 void StagedPlane::launch(Launcher& launcher, Batch& batch, Completion& done) {
   auto flight = std::make_shared<Flight>();
@@ -120,9 +132,9 @@ void StagedPlane::launch(Launcher& launcher, Batch& batch, Completion& done) {
 
 void StagedPlane::stage_out(const FlightPtr& flight) {
   Launcher& launcher = *flight->launcher;
-  const auto fail = [&](const std::string& why) { launcher.reports().add([this, flight, why] { end(flight, &why); }); };
-  if (aborted_.load()) return fail("given up before it was launched");
+  size_t begun = 0;
   try {
+    if (aborted_.load()) throw std::runtime_error("given up before it was launched");
     const Batch& batch = *flight->batch;
     begin(launcher, batch);
     const Descriptor& d = batch.descriptor();
@@ -134,28 +146,28 @@ void StagedPlane::stage_out(const FlightPtr& flight) {
     const bool on_device = in_one_call && lies_in_one_piece(*batch.operations.front());
     const int64_t largest = largest_count(*batch.operations.front());
     const bool cut = !in_one_call && can_be_cut(batch) && largest > chunk_count;
-    const auto chunks = static_cast<size_t>(cut ? (largest + chunk_count - 1) / chunk_count : 1);
-    flight->chunks.resize(chunks);
-    flight->remaining = flight->to_come_back = chunks;
+    flight->chunks.resize(static_cast<size_t>(cut ? (largest + chunk_count - 1) / chunk_count : 1));
+    flight->remaining = flight->chunks.size();
     for (const OperationPtr& operation : batch.operations) {
       if (on_device) lay_out_on_device(flight, operation);
       else lay_out_on_host(flight, operation, cut ? chunk_count : INT64_MAX);
     }
-    for (size_t k = 0; k < chunks; ++k) {
+    for (size_t k = 0; k < flight->chunks.size(); ++k) {
       Chunk& chunk = flight->chunks[k];
       chunk.done.plane = this;
       chunk.done.number = k;
       for (size_t i = 0; i < chunk.host_inputs.size(); ++i)
         chunk.host_inputs[i].copy_(chunk.device_inputs[i], /*non_blocking=*/true);
       launcher.when_done(launcher.record(), [this, flight, k](const std::string* error) {
-        flight->launcher->reports().add([this, flight, k, failed = error == nullptr ? std::string() : *error] {
-          if (failed.empty()) start(flight, k);
-          else chunk_done(flight, k, &failed);
-        });
+        if (error != nullptr) return chunk_over(flight, *error);
+        flight->launcher->reports().add([this, flight, k] { start(flight, k); });
       });
+      ++begun;
     }
   } catch (const std::exception& error) {  // no memory, or the device refuses
-    fail(std::string("staging: ") + error.what());
+    // The chunks that are under way come to their end first: they use the same memory.
+    flight->remaining = begun + 1;
+    chunk_over(flight, std::string("staging: ") + error.what());
   }
 }
 
@@ -222,8 +234,10 @@ void StagedPlane::lay_out_on_host(const FlightPtr& flight, const OperationPtr& o
 // own code, that is host memory's business. The same on all members, which make the same calls.
 bool StagedPlane::may_move_on_device(const Batch& batch) const {
   const Descriptor& d = batch.descriptor();
+  // Of more elements than MPI takes in one call the CPU plane copies this rank's piece by itself.
+  const bool whole = d.count != kUneven && d.count <= static_cast<uint64_t>(largest_count_ / size_);
   return takes_device_memory_ && !batch.fused() &&
-         (d.kind == OpKind::kBroadcast || (d.kind == OpKind::kAllGather && d.count != kUneven));
+         (d.kind == OpKind::kBroadcast || (d.kind == OpKind::kAllGather && whole));
 }
 
 void StagedPlane::lay_out_on_device(const FlightPtr& flight, const OperationPtr& operation) {
@@ -249,30 +263,46 @@ void StagedPlane::start(const FlightPtr& flight, size_t number) {
 }
 
 void StagedPlane::chunk_done(const FlightPtr& flight, size_t number, const std::string* error) {
-  if (error != nullptr && flight->error.empty()) flight->error = *error;
-  if (flight->error.empty()) flight->launcher->post([this, flight, number] { stage_in(flight, number); });
-  if (--flight->remaining > 0 || flight->error.empty()) return;
-  end(flight, &flight->error);
+  flight->launcher->post([this, flight, number, failed = error == nullptr ? std::string() : *error] {
+    if (failed.empty()) stage_in(flight, number);
+    else chunk_over(flight, failed);
+  });
 }
 
 void StagedPlane::stage_in(const FlightPtr& flight, size_t number) {
+  std::string error;
+  try {
+    Chunk& chunk = flight->chunks[number];
+    if (aborted_.load()) throw std::runtime_error("given up while it was on its way");
+    for (size_t i = 0; flight->error.empty() && i < chunk.host_outputs.size(); ++i)
+      chunk.device_outputs[i].copy_(chunk.host_outputs[i], /*non_blocking=*/true);
+  } catch (const std::exception& failure) {
+    error = failure.what();
+  }
+  chunk_over(flight, error);
+}
+
+// The launcher's. With the last chunk, whatever became of it, the flight ends when the stream has passed what it was
+// given for it: until then that uses the tensors.
+void StagedPlane::chunk_over(const FlightPtr& flight, const std::string& error) {
+  if (flight->error.empty()) flight->error = error;
+  if (--flight->remaining > 0) return;
   Launcher& launcher = *flight->launcher;
   const auto over = [this, flight, &launcher](const std::string& why) {
     launcher.reports().add([this, flight, why] { end(flight, why.empty() ? nullptr : &why); });
   };
+  std::shared_ptr<c10::Event> event;
   try {
-    Chunk& chunk = flight->chunks[number];
-    const bool wanted = !aborted_.load();
-    for (size_t i = 0; wanted && i < chunk.host_outputs.size(); ++i)
-      chunk.device_outputs[i].copy_(chunk.host_outputs[i], /*non_blocking=*/true);
-    if (--flight->to_come_back > 0) return;
-    if (!wanted) return over("given up while it was on its way");
-    auto event = finish(launcher, *flight->batch);
-    launcher.reports().add([flight] { flight->done->launched(); });
-    launcher.when_done(std::move(event), [over](const std::string* error) { over(error == nullptr ? "" : *error); });
-  } catch (const std::exception& error) {
-    over(std::string("staging: ") + error.what());
+    if (flight->error.empty()) {
+      event = finish(launcher, *flight->batch);
+      launcher.reports().add([flight] { flight->done->launched(); });
+    }
+  } catch (const std::exception& failure) {
+    flight->error = std::string("staging: ") + failure.what();
   }
+  after_the_stream(launcher, std::move(event), [over, flight](const std::string* failure) {
+    over(flight->error.empty() && failure != nullptr ? *failure : flight->error);
+  });
 }
 
 void StagedPlane::end(const FlightPtr& flight, const std::string* error) {

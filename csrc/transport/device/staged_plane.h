@@ -4,7 +4,9 @@
 #include <mpi.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "transport/device/launcher.h"
@@ -42,6 +44,7 @@ class StagedPlane {
   bool may_move_on_device(const Batch& batch) const;
   void lay_out_on_device(const FlightPtr& flight, const OperationPtr& operation);
   void stage_in(const FlightPtr& flight, size_t chunk);
+  void chunk_over(const FlightPtr& flight, const std::string& error);
   // The driver's.
   void start(const FlightPtr& flight, size_t chunk);
   void chunk_done(const FlightPtr& flight, size_t chunk, const std::string* error);
@@ -50,6 +53,7 @@ class StagedPlane {
   const std::unique_ptr<mpi::MpiDataPlane> plane_;
   mpi::Messages& messages_;
   const int size_;
+  const int64_t largest_count_;
   const int64_t chunk_bytes_;
   bool takes_device_memory_ = false;  // set before the first launch
   int flights_ = 0;                   // driver
@@ -64,5 +68,9 @@ bool mpi_takes_device_memory();
 void begin(Launcher& launcher, const Batch& batch);
 // Copies staged results back and marks the place in the stream after which everything is there.
 std::shared_ptr<c10::Event> finish(Launcher& launcher, const Batch& batch);
+
+// Runs `then` when the stream has passed the event, or, without one, all that it has been given. The launcher's.
+void after_the_stream(Launcher& launcher, std::shared_ptr<c10::Event> event,
+                      std::function<void(const std::string* error)> then);
 
 }  // namespace multicomm::device
