@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.messages import Outcome, Task
+from harness.planes import Plane
 from harness.settings import BACKEND, clean_environment
 
 START_LIMIT = 60.0
@@ -66,8 +67,10 @@ class _Process:
 class RankPool:
     """Runs test bodies on the ranks of one world size."""
 
-    def __init__(self, world: int, folder: Path) -> None:
+    def __init__(self, world: int, folder: Path, plane: Plane | None = None) -> None:
+        """`plane`: what the ranks move tensors of devices by; None for tensors on the CPU."""
         self.world = world
+        self._plane = plane
         self._folder = folder
         self._ranks: list[_Process] = []
         self._store: dist.TCPStore | None = None
@@ -131,7 +134,10 @@ class RankPool:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: the launcher hosts the store
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
-        self._ranks = [_Process(rank, environment, self._folder) for rank in range(self.world)]
+        self._ranks = [
+            _Process(rank, environment | (self._plane.variables(rank) if self._plane else {}), self._folder)
+            for rank in range(self.world)
+        ]
         self._collect(f"start of {self.world} ranks", START_LIMIT)
 
     def _collect(self, what: str, limit: float) -> None:
