@@ -113,7 +113,7 @@ def values(case: Case, rank: int, part: int = 0, rows: int | None = None) -> tor
     index = torch.arange(count, device="cpu") * 7 + rank * 5 + part * 11 + case.salt * 3 + 1
     if case.dtype == torch.bool:
         return (index % 5 % 2).bool().view(shape)
-    index = index % 3 + 1 if case.reduce_op == "PRODUCT" else index % 29
+    index = index % 3 + 1 if case.reduce_op == "PRODUCT" else index % (14 if case.reduce_op == "PREMUL_SUM" else 29)
     return index.to(case.dtype).view(shape)
 
 

@@ -47,3 +47,12 @@ def on_ranks(
         return pytest.mark.parametrize("pool", pools, indirect=True, ids=ids)(test)
 
     return decorate
+
+
+def again_on_ranks(test: Test, *worlds: int, planes: Iterable[str | None], limit: float = DEFAULT_LIMIT) -> Test:
+    """The body of a test once more, with its parameters and marks, on other pools."""
+    again = on_ranks(*worlds, planes=planes, limit=limit)(test.body)  # type: ignore[attr-defined]
+    for mark in test.pytestmark:  # type: ignore[attr-defined]
+        if mark.args[:1] != ("pool",):
+            again = getattr(pytest.mark, mark.name)(*mark.args, **mark.kwargs)(again)
+    return again
