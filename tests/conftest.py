@@ -20,6 +20,8 @@ def pools() -> Iterator[Pools]:
     made: Pools = {}
     yield made
     try:
+        for pool in made.values():  # all at once: each takes a moment
+            pool.begin_to_end()
         for pool in made.values():
             pool.close()
     finally:

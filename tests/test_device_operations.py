@@ -73,7 +73,7 @@ def test_every_dtype(me: Rank, operation: str) -> None:
 
 
 @pytest.mark.parametrize("operation", REDUCING)
-@on_devices(1, 2, 3, 4)
+@on_ranks(1, 2, 3, 4, planes=("nccl", "chunked"))
 def test_every_reduce_op(me: Rank, operation: str) -> None:
     for reduce_op, dtypes in REDUCTIONS.items():
         for group in me.joined("world", "unsorted"):
@@ -93,7 +93,7 @@ def test_reductions_without_a_meaning(me: Rank) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@on_devices(1, 2, 3)
+@on_ranks(2, 3, planes=("nccl", "chunked"))
 def test_layouts(me: Rank, operation: str) -> None:
     for group in me.joined("world", "unsorted"):
         for layout in LAYOUTS[1:]:

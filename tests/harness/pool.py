@@ -91,13 +91,16 @@ class RankPool:
         """The ranks' process ids."""
         return [rank.process.pid for rank in self._ranks]
 
-    def close(self) -> None:
-        """Ends the ranks; fails if one does not end cleanly."""
-        if not self._ranks:
-            return
+    def begin_to_end(self) -> None:
+        """Tells the ranks to end, for close() to see them do so."""
         for rank in self._ranks:
             with contextlib.suppress(OSError):
                 rank.connection.send(None)
+
+    def close(self) -> None:
+        """After begin_to_end(): fails if a rank does not end cleanly."""
+        if not self._ranks:
+            return
         self._collect("destroy_process_group at the end of the module", END_LIMIT)
         deadline = time.monotonic() + END_LIMIT
         problems = []
