@@ -157,7 +157,7 @@ def test_one_rank_on_the_cpu(me: Rank) -> None:
 
 @on_ranks(2, planes=PLANES)
 def test_messages_that_do_not_fit(me: Rank) -> None:
-    """Of another size: both sides are told, since neither can go on. Between CPU and device: likewise."""
+    """Both sides are told, since a device waits for the other; only a send from the CPU waits for nobody."""
     for sent, expected in ((4, 6), (6, 4), (50_000, 3), (3, 50_000), (0, 4)):
         data = filled(me.rank, sent if me.rank == 0 else expected)
         action = (lambda d=data: dist.send(d, 1)) if me.rank == 0 else (lambda d=data: dist.recv(d, 0))
@@ -168,7 +168,11 @@ def test_messages_that_do_not_fit(me: Rank) -> None:
     for device in (0, 1):  # whose tensor is on the device
         data = (filled if me.rank == device else on_cpu)(me.rank)
         action = (lambda d=data: dist.send(d, 1)) if me.rank == 0 else (lambda d=data: dist.recv(d, 0))
-        raises(action, f"a message between CPU and device, on rank {me.rank}", dist.DistBackendError)
+        what = f"a message between CPU and device, on rank {me.rank}"
+        if device == 1 and me.rank == 0:
+            action()  # a small message of the CPU is gone before anybody knows where it goes
+        else:
+            raises(action, what, dist.DistBackendError, "on the CPU.*device|CPU tensor.*device|device.*CPU")
         same(data, on_cpu(me.rank), "the tensor of the refused message")
         check_sums(me)
     data = filled(me.rank)
