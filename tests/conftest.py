@@ -10,7 +10,6 @@ from harness.pool import RankPool
 from harness.settings import BACKEND
 from harness.two_hosts import two_hosts
 
-
 Pools = dict[tuple[str | None, int], RankPool]  # by plane and world size
 
 
@@ -30,9 +29,7 @@ def pools() -> Iterator[Pools]:
 
 
 @pytest.fixture
-def pool(
-    request: pytest.FixtureRequest, pools: Pools, tmp_path_factory: pytest.TempPathFactory
-) -> RankPool:
+def pool(request: pytest.FixtureRequest, pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> RankPool:
     """The pool that the test asks for."""
     key: tuple[str | None, int] = request.param
     if key not in pools:

@@ -89,7 +89,12 @@ def test_reductions_without_a_meaning(me: Rank) -> None:
         op = dist._make_nccl_premul_sum(2.0) if reduce_op == "PREMUL_SUM" else getattr(dist.ReduceOp, reduce_op)
         for dtype in dtypes:
             data = torch.zeros(4, dtype=dtype)
-            raises(lambda d=data, o=op: dist.all_reduce(d, o), f"{reduce_op} of {dtype}", ValueError, "no meaning for|complex")
+            raises(
+                lambda d=data, o=op: dist.all_reduce(d, o),
+                f"{reduce_op} of {dtype}",
+                ValueError,
+                "no meaning for|complex",
+            )
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -97,7 +102,12 @@ def test_reductions_without_a_meaning(me: Rank) -> None:
 def test_layouts(me: Rank, operation: str) -> None:
     for group in me.joined("world", "unsorted"):
         for layout in LAYOUTS[1:]:
-            cases = [(torch.float32, (6,)), (torch.bfloat16, (3, 5)), (torch.uint8, (2, 3, 4)), (torch.float32, (20, 9))]
+            cases = [
+                (torch.float32, (6,)),
+                (torch.bfloat16, (3, 5)),
+                (torch.uint8, (2, 3, 4)),
+                (torch.float32, (20, 9)),
+            ]
             check_all(operation, [Case(group, dtype, shape, layout) for dtype, shape in cases])
 
 

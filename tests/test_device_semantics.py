@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import test_mismatch
 import test_point_to_point
 import test_semantics
@@ -42,17 +41,13 @@ test_tensors_that_require_grad = again(test_tensors.test_tensors_that_require_gr
 test_receives_match_by_tag = again(test_point_to_point.test_receives_match_by_tag_and_not_by_order, 2)
 test_messages_of_one_tag = again(test_point_to_point.test_messages_of_one_tag_keep_their_order, 2)
 test_groups_do_not_share_messages = again(test_point_to_point.test_groups_do_not_share_messages, 2)
-test_collectives_and_messages = again(
-    test_point_to_point.test_collectives_and_messages_do_not_disturb_each_other, 2, 3
-)
+test_collectives_and_messages = again(test_point_to_point.test_collectives_and_messages_do_not_disturb_each_other, 2, 3)
 test_any_source = again(test_point_to_point.test_any_source, 3, 4)
 test_batches_have_no_order = again(test_point_to_point.test_batches_have_no_order, 2, 3)
 test_a_batch_between_some_of_the_members = again(test_point_to_point.test_a_batch_between_some_of_the_members, 4)
 test_one_tensor_to_many_receives = again(test_point_to_point.test_one_tensor_to_many_receives, 2)
 test_many_sends_before_the_first_receive = again(test_point_to_point.test_many_sends_before_the_first_receive, 2)
-test_messages_during_a_collective = again(
-    test_point_to_point.test_messages_while_the_others_are_in_a_collective, 3, 4
-)
+test_messages_during_a_collective = again(test_point_to_point.test_messages_while_the_others_are_in_a_collective, 3, 4)
 test_every_member_is_told = again(test_mismatch.test_every_member_is_told, 2, 3)
 test_each_rank_asks_for_something_else = again(test_mismatch.test_each_rank_asks_for_something_else, 3)
 test_only_the_operation_that_disagrees = again(test_mismatch.test_only_the_operation_that_disagrees_fails, 2)

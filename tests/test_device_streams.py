@@ -109,13 +109,12 @@ def test_side_streams(me: Rank) -> None:
     for size in (4, 300):
         data, copy, untouched = filled(0, size), filled(0, size), filled(0, size)
         torch.sim.synchronize()
-        with mine:
-            with simulated.block():
-                data.fill_(me.rank)
-                work = dist.all_reduce(data, async_op=True)
-                with torch.sim.stream(torch.sim.default_stream()):
-                    untouched.fill_(1)  # nobody holds up this stream
-                    same(untouched, on_cpu(1, size), "a tensor of the default stream")
+        with mine, simulated.block():
+            data.fill_(me.rank)
+            work = dist.all_reduce(data, async_op=True)
+            with torch.sim.stream(torch.sim.default_stream()):
+                untouched.fill_(1)  # nobody holds up this stream
+                same(untouched, on_cpu(1, size), "a tensor of the default stream")
         with other:
             work.wait()
             copy.copy_(data)

@@ -1,4 +1,4 @@
-"""Where a pool's tensors are, and what moves those of devices: simulated devices and a double of NCCL (tests/device)."""
+"""Where a pool's tensors are: on the CPU, or on simulated devices beside a double of NCCL (tests/device)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from harness.settings import TESTS, seed_of
 
 _DEVICE = "TEST_DEVICE"
 NCCL_DOUBLE = TESTS.parent / "build/device/libnccl_double.so"
+
 
 @dataclass(frozen=True)
 class Plane:
