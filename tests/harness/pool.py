@@ -75,6 +75,7 @@ class RankPool:
         self._ranks: list[_Process] = []
         self._store: dist.TCPStore | None = None
         self._tasks = 0
+        self._ending = False
 
     def run(self, module: str, function: str, arguments: dict[str, Any], seed: int, limit: float) -> None:
         """Runs `module.function.body` on every rank; fails the test unless all succeed within `limit` s."""
@@ -92,15 +93,18 @@ class RankPool:
         return [rank.process.pid for rank in self._ranks]
 
     def begin_to_end(self) -> None:
-        """Tells the ranks to end, for close() to see them do so."""
-        for rank in self._ranks:
+        """Tells the ranks to end; close() sees that they do. More calls do nothing."""
+        ranks = [] if self._ending else self._ranks
+        self._ending = True
+        for rank in ranks:
             with contextlib.suppress(OSError):
                 rank.connection.send(None)
 
     def close(self) -> None:
-        """After begin_to_end(): fails if a rank does not end cleanly."""
+        """Ends the ranks; fails if one does not end cleanly."""
         if not self._ranks:
             return
+        self.begin_to_end()
         self._collect("destroy_process_group at the end of the module", END_LIMIT)
         deadline = time.monotonic() + END_LIMIT
         problems = []
@@ -125,6 +129,7 @@ class RankPool:
             rank.process.wait()
         self._ranks = []
         self._store = None
+        self._ending = False
 
     def _start(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
