@@ -1,21 +1,26 @@
-"""The pools of ranks: one per module and world size, started when first asked for."""
+"""The pools of ranks: one per module, plane and world size, started when first asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from harness.planes import PLANES
 from harness.pool import RankPool
 from harness.settings import BACKEND
 from harness.two_hosts import two_hosts
 
+Pools = dict[tuple[str | None, int], RankPool]  # by plane and world size
+
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    """The module's pools by world size."""
-    made: dict[int, RankPool] = {}
+def pools() -> Iterator[Pools]:
+    """The module's pools."""
+    made: Pools = {}
     yield made
     try:
+        for pool in made.values():  # all at once: each takes a moment
+            pool.begin_to_end()
         for pool in made.values():
             pool.close()
     finally:
@@ -24,14 +29,14 @@ def pools() -> Iterator[dict[int, RankPool]]:
 
 
 @pytest.fixture
-def pool(
-    request: pytest.FixtureRequest, pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory
-) -> RankPool:
-    """The pool of the world size that the test asks for."""
-    world: int = request.param
-    if world not in pools:
-        pools[world] = RankPool(world, tmp_path_factory.mktemp(f"ranks{world}"))
-    return pools[world]
+def pool(request: pytest.FixtureRequest, pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> RankPool:
+    """The pool that the test asks for."""
+    key: tuple[str | None, int] = request.param
+    if key not in pools:
+        plane, world = key
+        folder = tmp_path_factory.mktemp(f"ranks{world}")
+        pools[key] = RankPool(world, folder, PLANES[plane] if plane else None)
+    return pools[key]
 
 
 @pytest.fixture

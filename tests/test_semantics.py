@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import Group, Rank, on_ranks, raises, same, unless_gloo
 from harness.case import Case, reduced, values
+from harness.planes import DEVICE
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 
@@ -215,7 +216,7 @@ def test_coalescing(me: Rank) -> None:
     sizes = (3, 1, 1000, 20_000)
     for group in me.joined("world", "unsorted"):
         cases = [Case(group, shape=(size,), salt=size) for size in sizes]
-        rows = [[values(case, rank) for rank in group.ranks] for case in cases]
+        rows = [[values(case, rank).to(DEVICE) for rank in group.ranks] for case in cases]
         for asynchronous in (False, True):
             data = [row[group.own].clone() for row in rows]
             gathered = [torch.empty(size * group.size) for size in sizes]

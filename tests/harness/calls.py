@@ -13,7 +13,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from harness.case import Buffer, Call, Case, Expected, blank, buffer_of, reduced, values
+from harness.case import FACTOR, Buffer, Call, Case, Expected, blank, buffer_of, reduced, values
+from harness.planes import DEVICE
 from harness.settings import BACKEND
 
 
@@ -24,6 +25,8 @@ def _start(case: Case, name: str, issue: Callable[[], dist.Work | None], expecte
 
 
 def _reduce_op(case: Case) -> dist.ReduceOp:
+    if case.reduce_op == "PREMUL_SUM":
+        return dist._make_nccl_premul_sum(FACTOR)
     return getattr(dist.ReduceOp, case.reduce_op)
 
 
@@ -233,7 +236,7 @@ def check_all(operation: str, cases: list[Case]) -> None:
     if BACKEND == "gloo":
         return  # it coalesces a few operations only
     for group in {id(case.group): case.group for case in cases}.values():
-        backend = group.handle._get_backend(torch.device("cpu"))
+        backend = group.handle._get_backend(DEVICE)
         backend._start_coalescing()
         calls = [start(operation, replace(case, asynchronous=False)) for case in cases if case.group is group]
         backend._end_coalescing().wait()

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 
 def same(got: torch.Tensor, want: torch.Tensor | list[Any], what: str, *, close: bool = False) -> None:
-    """Asserts that `got` has the shape, dtype and values of `want`; `close` allows for rounding."""
-    got = got.detach()
-    want = torch.as_tensor(want, dtype=got.dtype).detach() if isinstance(want, list) else want.detach()
+    """Asserts that `got` has the shape, dtype and values of `want`, on any device; `close` allows for rounding."""
+    got = got.detach().cpu()
+    want = torch.as_tensor(want, dtype=got.dtype, device="cpu") if isinstance(want, list) else want.detach().cpu()
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
     assert got.shape == want.shape, f"{what}: shape {list(got.shape)}, expected {list(want.shape)}"
     if close and (got.is_floating_point() or got.is_complex()):

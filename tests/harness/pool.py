@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.messages import Outcome, Task
+from harness.planes import Plane
 from harness.settings import BACKEND, clean_environment
 
 START_LIMIT = 60.0
@@ -66,12 +67,15 @@ class _Process:
 class RankPool:
     """Runs test bodies on the ranks of one world size."""
 
-    def __init__(self, world: int, folder: Path) -> None:
+    def __init__(self, world: int, folder: Path, plane: Plane | None = None) -> None:
+        """`plane`: what the ranks move tensors of devices by; None for tensors on the CPU."""
         self.world = world
+        self._plane = plane
         self._folder = folder
         self._ranks: list[_Process] = []
         self._store: dist.TCPStore | None = None
         self._tasks = 0
+        self._ending = False
 
     def run(self, module: str, function: str, arguments: dict[str, Any], seed: int, limit: float) -> None:
         """Runs `module.function.body` on every rank; fails the test unless all succeed within `limit` s."""
@@ -88,13 +92,19 @@ class RankPool:
         """The ranks' process ids."""
         return [rank.process.pid for rank in self._ranks]
 
+    def begin_to_end(self) -> None:
+        """Tells the ranks to end; close() sees that they do. More calls do nothing."""
+        ranks = [] if self._ending else self._ranks
+        self._ending = True
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                rank.connection.send(None)
+
     def close(self) -> None:
         """Ends the ranks; fails if one does not end cleanly."""
         if not self._ranks:
             return
-        for rank in self._ranks:
-            with contextlib.suppress(OSError):
-                rank.connection.send(None)
+        self.begin_to_end()
         self._collect("destroy_process_group at the end of the module", END_LIMIT)
         deadline = time.monotonic() + END_LIMIT
         problems = []
@@ -119,6 +129,7 @@ class RankPool:
             rank.process.wait()
         self._ranks = []
         self._store = None
+        self._ending = False
 
     def _start(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +142,10 @@ class RankPool:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: the launcher hosts the store
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
-        self._ranks = [_Process(rank, environment, self._folder) for rank in range(self.world)]
+        self._ranks = [
+            _Process(rank, environment | (self._plane.variables(rank) if self._plane else {}), self._folder)
+            for rank in range(self.world)
+        ]
         self._collect(f"start of {self.world} ranks", START_LIMIT)
 
     def _collect(self, what: str, limit: float) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from harness.messages import Outcome, Task
+from harness.planes import DEVICE
 from harness.rank import Rank
 
 _GROUP_TIMEOUT = timedelta(seconds=40)  # below a test's limit: the backend's own words come first
@@ -31,8 +32,9 @@ def _die_with_parent() -> None:
 def _join_world(backend: str) -> Rank:
     if backend == "multicomm":
         importlib.import_module("multicomm")
-    dist.init_process_group(backend, timeout=_GROUP_TIMEOUT)
-    assert dist.get_backend() == backend, f"the default group is on {dist.get_backend()}"
+    name = backend if DEVICE.type == "cpu" else f"cpu:{backend},{DEVICE.type}:{backend}"
+    dist.init_process_group(name, timeout=_GROUP_TIMEOUT)
+    assert dist.get_backend() == name, f"the default group is on {dist.get_backend()}"
     rank, world = dist.get_rank(), dist.get_world_size()
     side = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     me = Rank(rank, world, backend, dist.PrefixStore("side", side))
@@ -52,7 +54,8 @@ def _run(me: Rank, side: dist.Store, task: Task) -> Outcome:
     def body() -> None:
         me.begin(task.number, task.seed, side)
         test = getattr(importlib.import_module(task.module), task.function)
-        test.body(me, **task.arguments)
+        with DEVICE:  # where tensors are made unless told
+            test.body(me, **task.arguments)
 
     return _attempt(body)
 
