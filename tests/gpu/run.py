@@ -33,6 +33,7 @@ BUDGET = 450.0
 LEAVES_WITHIN = 15.0  # seconds from a rank's last line to its process's end
 LEAVES_WITHIN_DOUBLE = 60.0  # on a machine with other work
 TIDY_WITHIN = 8.0  # seconds after a job's end, for its helpers
+RANK = Path(__file__).with_name("rank.py")
 GRACE = 5.0  # of torchrun, when it is told to end
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_", "PMIX_", "PMI_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "MULTICOMM_TEST_")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE")
@@ -103,12 +104,12 @@ def end(processes: list[int]) -> None:
 class Run:
     """A started job that has ended, or been ended."""
 
-    def __init__(self, job: Job, folder: Path, common: dict[str, str], limit: float) -> None:
+    def __init__(self, job: Job, folder: Path, common: dict[str, str], limit: float, script: Path = RANK) -> None:
         self.job, self.folder = job, folder
         folder.mkdir(parents=True)
         mark = uuid.uuid4().hex
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]
-        command += [str(Path(__file__).with_name("rank.py")), "--out", str(folder), "--limit", str(limit)]
+        command += [str(script), "--out", str(folder), "--limit", str(limit)]
         command += ["--own"] * job.own + ["--leave"] * job.leave + list(job.checks)
         begin = time.monotonic()
         with (folder / "log").open("wb") as log, subprocess.Popen(
