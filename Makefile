@@ -175,7 +175,7 @@ peer-suite: all $(VENV)/.test-tools
 	BACKEND=multicomm WORLD_SIZE=3 $(BIN)/python tests/peer_suite.py -v $(TESTS)
 
 # On machines with GPUs: no .venv, nothing is downloaded; with the Python that has torch (GPU_PYTHON) and the MPI that is
-# there, or one brought along (OPENMPI; tests/gpu/build.py says how). Less than 8 minutes, the build included.
+# there, or one brought along (OPENMPI; tests/gpu/offline_build.py says how). Less than 8 minutes, the build included.
 # GPU_DOUBLE=1 tries the scripts themselves without a GPU; GPU_DOUBLE=FOLDER with doubles that lie there.
 GPU_PYTHON ?= $(shell for p in $(if $(filter 1,$(GPU_DOUBLE)),"$(BIN)/python") "$(PYTHON)" python "$(BIN)/python"; do \
 	$$p -c "import torch" 2>/dev/null && echo $$p && exit; done; echo $(PYTHON))

@@ -24,8 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "gpu"), str(ROOT / "benchmarks")]
 
-from build import SITE, CannotBuild, build  # noqa: E402
 from jobs import Job  # noqa: E402
+from offline_build import SITE, CannotBuild, build  # noqa: E402
 from report import Ratio  # noqa: E402
 from run import Run, device_count, doubles, environment  # noqa: E402
 

@@ -1,6 +1,6 @@
 """CUDA graphs: collectives inside are refused, others' computation beside communication is not disturbed.
 
-Never run on real hardware so far: only with GPU_DOUBLE=1, whose streams say that they are recorded but run all the same.
+Never run on real hardware so far: only with GPU_DOUBLE=1, whose streams only say that they are recorded, and run.
 """
 
 from __future__ import annotations

@@ -177,7 +177,10 @@ def uneven(here: Here) -> None:
     sent, received = [rank + p + 1 for p in range(n)], [r + rank + 1 for r in range(n)]
     output = torch.empty(sum(received), device=here.device)
     dist.all_to_all_single(output, mine(here, sum(sent), f), received, sent)
-    parts = [values(r, sum(r + p + 1 for p in range(n)), f).split([r + p + 1 for p in range(n)])[rank] for r in range(n)]
+    parts = []
+    for r in range(n):
+        counts = [r + p + 1 for p in range(n)]
+        parts.append(values(r, sum(counts), f).split(counts)[rank])
     same(output, torch.cat(parts), "all_to_all_single, uneven")
     pieces = [torch.empty(r + 1, device=here.device) for r in range(n)]
     dist.all_gather(pieces, mine(here, rank + 1, f))
@@ -343,7 +346,7 @@ def messages(here: Here) -> None:
 
 def large(here: Here) -> str:
     """Several chunks, and sizes that no chunk divides; up to 64 MiB."""
-    f, n = torch.float32, here.size
+    n = here.size
     sizes = [(1 << 20) + 3, (4 << 20) // 4, (4 << 20) // 4 + 1, (64 << 20) // 4]
     if here.double:
         sizes = [(1 << 16) + 3, 1 << 18]

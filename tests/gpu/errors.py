@@ -1,4 +1,7 @@
-"""What goes wrong ends in time, says who, and leaves the rest usable. Never run on real hardware so far (GPU_DOUBLE=1)."""
+"""What goes wrong ends in time, says who, and leaves the rest usable.
+
+Never run on real hardware so far: only with GPU_DOUBLE=1.
+"""
 
 from __future__ import annotations
 
@@ -84,11 +87,11 @@ def abort_on_the_device(here: Here) -> str:
     group = here.new_group()
     works(here, group)
     here.synchronize()
-    stream = here.stream()
+    stream, count = here.stream(), here.scaled(1 << 20, 1000)
     begin = time.monotonic()
     with here.on(stream):
         here.hold(2000)
-        pending = [dist.all_reduce(here.full(here.scaled(1 << 20, 1000), 1), group=group, async_op=True) for _ in range(5)]
+        pending = [dist.all_reduce(here.full(count, 1), group=group, async_op=True) for _ in range(5)]
     time.sleep(0.2)
     here.backend(group).abort()
     ended = 0

@@ -2,7 +2,7 @@
 
     python tests/gpu/run.py [--budget SECONDS] [--only TEXT] [--list] [--no-build]
 
-Builds multicomm against the torch that is there (build.py), starts jobs by torchrun, and prints one line per check:
+Builds multicomm against the torch that is there (offline_build.py), starts jobs by torchrun, and prints one line per check:
 its outcome, seconds, job and name. Ends with 0 only if all checks have run and none has failed. A job has a limit of
 its own, all of it a budget, beyond which the checks that are left are SKIPped and named. After a check that fails, the
 rest of its job is started anew. Only processes that it has started are ended, by a mark in their environment.
@@ -25,8 +25,8 @@ import uuid
 from collections import Counter
 from pathlib import Path
 
-from build import FOLDER, ROOT, SITE, CannotBuild, build
 from jobs import Job, all_jobs, chosen
+from offline_build import FOLDER, ROOT, SITE, CannotBuild, build
 
 MARK = "GPU_TEST_JOB"
 BUDGET = 450.0
@@ -35,7 +35,17 @@ LEAVES_WITHIN_DOUBLE = 60.0  # on a machine with other work
 TIDY_WITHIN = 8.0  # seconds after a job's end, for its helpers
 RANK = Path(__file__).with_name("rank.py")
 GRACE = 5.0  # of torchrun, when it is told to end
-LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_", "PMIX_", "PMI_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "MULTICOMM_TEST_")
+LAUNCHER_PREFIXES = (
+    "TORCHELASTIC_",
+    "OMPI_COMM_",
+    "PMIX_",
+    "PMI_",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "MULTICOMM_TEST_",
+)
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE")
 DOUBLE = os.environ.get("GPU_DOUBLE", "0")
 
@@ -112,14 +122,17 @@ class Run:
         command += [str(script), "--out", str(folder), "--limit", str(limit)]
         command += ["--own"] * job.own + ["--leave"] * job.leave + list(job.checks)
         begin = time.monotonic()
-        with (folder / "log").open("wb") as log, subprocess.Popen(
-            command,
-            env={**common, **job.environment, MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        ) as launcher:
+        with (
+            (folder / "log").open("wb") as log,
+            subprocess.Popen(
+                command,
+                env={**common, **job.environment, MARK: mark},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            ) as launcher,
+        ):
             try:
                 self.code: int | None = launcher.wait(limit)
             except subprocess.TimeoutExpired:
@@ -159,7 +172,9 @@ class Run:
         begun = []
         for rank, entries in enumerate(self.entries):
             begun += [rank for entry in entries if entry.get("begin") == check]
-            found.update({rank: entry for entry in entries if entry.get("check") == check})
+            for entry in entries:
+                if entry.get("check") == check:
+                    found[rank] = entry
         seconds = max((float(str(entry["seconds"])) for entry in found.values()), default=0.0)
         failed = [f"rank {rank}: {entry['text']}" for rank, entry in found.items() if entry["outcome"] == "FAIL"]
         dead = self.job.dies if last else ()
@@ -293,10 +308,10 @@ def main() -> int:
         session.logs.rename(FOLDER / f"logs-before-{int(time.time())}")
     for job in jobs:
         session.run(job)
-    counts = session.counts
+    counts, what = session.counts, "simulated device" if double else "GPU"
     print(
         f"\n{counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIP']} skipped in "
-        f"{time.monotonic() - begin:.0f} s on {devices} {'simulated device' if double else 'GPU'}(s); logs: {session.logs}"
+        f"{time.monotonic() - begin:.0f} s on {devices} {what}(s); logs: {session.logs}"
     )
     for what in session.failed:
         print(f"FAILED: {what}")

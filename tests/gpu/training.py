@@ -1,4 +1,7 @@
-"""Training with torch's own wrappers equals training in one process. Never run on real hardware so far (GPU_DOUBLE=1)."""
+"""Training with torch's own wrappers equals training in one process.
+
+Never run on real hardware so far: only with GPU_DOUBLE=1.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,11 @@ BATCH = 6
 def make_model() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(
-        torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 5)
+        torch.nn.Linear(20, 64),
+        torch.nn.ReLU(),
+        torch.nn.Linear(64, 64),
+        torch.nn.LayerNorm(64),
+        torch.nn.Linear(64, 5),
     ).double()
 
 

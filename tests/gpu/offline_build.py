@@ -1,6 +1,6 @@
 """Builds multicomm into build/gpu/site with the Python, the torch and the MPI that are there: nothing is downloaded.
 
-    python tests/gpu/build.py
+    python tests/gpu/offline_build.py
 
 The MPI is the first of: $OPENMPI/bin/mpicc (a tree brought along), $MPICC, this environment's mpicc, mpi4py's, the one
 on PATH, and where vendors' images keep theirs. To bring Open MPI along to a machine without a network, on another one:
@@ -41,7 +41,7 @@ def find_mpicc() -> str:
     if tree:
         mpicc = Path(tree).resolve() / "bin" / "mpicc"
         if not mpicc.is_file():
-            raise CannotBuild(f"OPENMPI={tree}: there is no bin/mpicc in it; see tests/gpu/build.py")
+            raise CannotBuild(f"OPENMPI={tree}: there is no bin/mpicc in it; see tests/gpu/offline_build.py")
         for program in mpicc.parent.iterdir():  # some ways to unpack a wheel lose this
             if not os.access(program, os.X_OK):
                 program.chmod(0o755)
@@ -54,7 +54,7 @@ def find_mpicc() -> str:
         if found:
             return found
     raise CannotBuild(
-        "there is no MPI: name an mpicc by MPICC, or bring Open MPI along (OPENMPI); tests/gpu/build.py says how"
+        "there is no MPI: name an mpicc by MPICC, or bring Open MPI along (OPENMPI); tests/gpu/offline_build.py says how"
     )
 
 
@@ -98,7 +98,8 @@ def build(limit: float = 420.0) -> str:
     stamp.unlink(missing_ok=True)
     shutil.rmtree(SITE, ignore_errors=True)
     # One folder for each torch and MPI: objects of one do not fit another.
-    objects = FOLDER / f"objects-{hashlib.sha256(f'{sys.executable}{torch.__version__}{mpicc}'.encode()).hexdigest()[:12]}"
+    key = hashlib.sha256(f"{sys.executable}{torch.__version__}{mpicc}".encode()).hexdigest()[:12]
+    objects = FOLDER / f"objects-{key}"
     command = [sys.executable, "setup.py", "build", "--build-lib", str(SITE), "--build-temp", str(objects)]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # ninja may be there
     with LOG.open("w") as log:
