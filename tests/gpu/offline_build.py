@@ -54,7 +54,7 @@ def find_mpicc() -> str:
         if found:
             return found
     raise CannotBuild(
-        "there is no MPI: name an mpicc by MPICC, or bring Open MPI along (OPENMPI); tests/gpu/offline_build.py says how"
+        "there is no MPI: name an mpicc by MPICC, or bring Open MPI along (OPENMPI); see tests/gpu/offline_build.py"
     )
 
 
