@@ -112,11 +112,8 @@ class Here:
 
     def stats(self) -> dict[str, int]:
         """Of the default group."""
-        return dict(multicomm.stats()[self.name()])
-
-    @staticmethod
-    def name() -> str:
-        return next(iter(multicomm.stats())) if len(multicomm.stats()) == 1 else dist.group.WORLD.group_name
+        world, counted = dist.group.WORLD, multicomm.stats()
+        return dict(counted[world.group_desc if world.group_desc in counted else world.group_name])
 
     def backend(self, group: Any = None) -> Any:
         return (group or dist.group.WORLD)._get_backend(self.device)

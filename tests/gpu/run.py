@@ -265,7 +265,7 @@ class Session:
         lines = log.read_text(errors="replace").splitlines()
         # torchrun's own account of a failure says nothing that is not above it.
         ends = [i for i, line in enumerate(lines) if "Sending process" in line or "failed (exitcode" in line]
-        for line in lines[: ends[0] if ends else None][-40:]:
+        for line in lines[: ends[0] + 1 if ends else None][-40:]:
             print(f"    | {line[:220]}")
         print(f"    | all of it: {log}", flush=True)
 
