@@ -242,3 +242,16 @@ def test_a_message_of_another_size_is_an_error(me: Rank) -> None:
         data = torch.empty(5)
         dist.recv(data, 0)
         same(data, filled(2), "the next message")
+
+
+@on_ranks(2, limit=90)
+def test_more_messages_than_mpi_counts(me: Rank) -> None:
+    """MPI numbers the messages between two ranks in 16 bits; what is posted before the first receive may be more."""
+    count, peer = 70_000, 1 - me.rank
+    sent = torch.arange(count).view(-1, 1) + me.rank * count
+    received = torch.zeros_like(sent)
+    works = [dist.isend(row, peer) for row in sent]
+    works += [dist.irecv(row, peer) for row in received]
+    for work in works:
+        work.wait()
+    assert torch.equal(received, torch.arange(count).view(-1, 1) + peer * count)

@@ -285,3 +285,22 @@ def test_a_barrier_needs_its_members_only(me: Rank) -> None:
     for rank in pair.ranks:
         me.await_signal(f"{rank} is through")
     dist.barrier()
+
+
+@on_ranks(2, 3, 4)
+def test_sums_of_small_integers_wrap(me: Rank) -> None:
+    """In every operation and at every size; Open MPI's own sum saturates where the processor can."""
+    for dtype in (torch.int8, torch.uint8, torch.int16):
+        large = torch.iinfo(dtype).max - 27
+        for size in (3, 5000):
+            expected = torch.full((size,), large, dtype=dtype)
+            for _ in range(me.world - 1):
+                expected = expected + large
+            summed = torch.full((size,), large, dtype=dtype)
+            dist.all_reduce(summed)
+            reduced = torch.full((size,), large, dtype=dtype)
+            dist.reduce(reduced, 0)
+            part = torch.zeros(size, dtype=dtype)
+            dist.reduce_scatter_tensor(part, torch.full((size * me.world,), large, dtype=dtype))
+            results = [summed, part] + ([reduced] if me.rank == 0 else [])
+            assert all(torch.equal(result, expected) for result in results), (dtype, size)

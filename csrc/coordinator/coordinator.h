@@ -66,6 +66,8 @@ class Coordinator final : public InquirySink {
   // Publishes the result and passes the operation on. `operation` may already be done (given up): then only its memory
   // is let go.
   void settle(OperationPtr operation, ErrorPtr error);
+  // An operation that is over may have its last reference here, which the driver must not release.
+  void let_go(OperationPtr operation) { sink_.completed(std::move(operation)); }
   // Publishes that the operation is in its device's queue: what comes after it on the same memory is behind it there.
   void launched(const OperationPtr& operation);
   // Publishes the error while the engine still needs the operation's tensors.

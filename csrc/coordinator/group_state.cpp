@@ -131,6 +131,9 @@ void GroupState::post_point_to_point() {
 }
 
 void GroupState::point_to_point_done(const OperationPtr& operation, const ErrorPtr& error) {
+  // Between devices, in the last step of its handshake: whoever has it in the launch order or on the device ends it.
+  for (const BatchInFlight& flight : batches_)
+    if (error && flight.batch.operations.front() == operation) return broken(error->message);
   const auto it = std::find(posted_messages_.begin(), posted_messages_.end(), operation);
   if (it != posted_messages_.end()) {
     std::swap(*it, posted_messages_.back());
@@ -147,7 +150,7 @@ uint64_t GroupState::message_matched(const OperationPtr& operation, uint64_t num
   return std::get<0>(propose({&flight}, number)->place);
 }
 
-void GroupState::message_ordered(const OperationPtr& operation, uint64_t timestamp) {
+void GroupState::message_ordered(OperationPtr operation, uint64_t timestamp) {
   coordinator_.launch_order().learn(timestamp);
   const auto is_this = [&](const BatchInFlight* flight) { return flight->batch.operations.front() == operation; };
   for (auto unit = units_.begin(); unit != units_.end(); ++unit)
@@ -157,7 +160,7 @@ void GroupState::message_ordered(const OperationPtr& operation, uint64_t timesta
     if (device_stopped_) return end(flight, failure());
     return launch(flight);  // in relaxed order
   }
-  // Not found: dropped when the group was given up.
+  coordinator_.let_go(std::move(operation));  // dropped when the group was given up: maybe the last reference to it
 }
 
 void GroupState::withdraw(const OperationPtr& operation) {
@@ -348,6 +351,8 @@ void GroupState::stop_following_up() {
 void GroupState::stop_device() {
   device_stopped_ = true;
   drop_unlaunched();  // where a second phase is due for it, that is due all the same
+  for (const BatchInFlight& flight : batches_)
+    if (flight.batch.descriptor().device != DeviceKind::kCpu) device_given_up_.store(true);
   if (channel_ && channel_->device() != nullptr) channel_->device()->abort();
 }
 
@@ -519,7 +524,7 @@ void GroupState::react_to_members() {
     give_up(peer_failed_error(info_, static_cast<int>(result_.lowest_failed), known ? given_up_why_ : ""));
     announce_failure_ = false;  // the round that told us has told everybody
   } else if (result_.leaving > 0 && !leaving_ && !failure()) {
-    give_up(peer_left_error(info_, static_cast<int>(result_.lowest_leaving)));
+    give_up(peer_left_error(info_, static_cast<int>(result_.lowest_leaving)), true);
     announce_failure_ = false;
   }
   all_left_ = all_left_ || all_left;  // advance() closes it
@@ -536,9 +541,11 @@ void GroupState::leave() {
     error = failure_;
   }
   take_submissions();
-  // A device could wait for peers that give up, once they learn that this rank has left: then both stop.
+  // A device could wait for peers that give up, once they learn that this rank has left: then both stop. What has been
+  // launched here has been agreed on by all, and comes to its end by itself.
   bool device_busy = false;
-  for_unfinished([&](const OperationPtr& o, bool) { device_busy |= o->descriptor.device != DeviceKind::kCpu; });
+  for_unfinished(
+      [&](const OperationPtr& o, bool) { device_busy |= o->descriptor.device != DeviceKind::kCpu && !o->launched(); });
   if (device_busy) {
     announce_failure_ = true;
     give_up(error);
@@ -582,7 +589,7 @@ void GroupState::fail_pending(const ErrorPtr& error) {
   for (const OperationPtr& operation : std::exchange(messages_, {})) settle(operation, error);
 }
 
-void GroupState::give_up(ErrorPtr error) {
+void GroupState::give_up(ErrorPtr error, bool device_goes_on) {
   {
     const std::lock_guard lock(queue_mutex_);
     if (!failure_) {
@@ -594,11 +601,15 @@ void GroupState::give_up(ErrorPtr error) {
   take_submissions();
   fail_pending(error);
   for (const OperationPtr& operation : std::exchange(stranded_, {})) settle(operation, error);
-  warn_of_launched(*error);
+  // With anything that is not launched, the communicator must go, and what is launched on it with it.
+  for (const BatchInFlight& flight : batches_)
+    device_goes_on &= flight.batch.descriptor().device == DeviceKind::kCpu || launched(flight);
+  if (!device_goes_on) warn_of_launched(*error);
   for (BatchInFlight& flight : batches_)
-    for (const OperationPtr& operation : flight.batch.operations) abandon(operation, error);
+    if (!device_goes_on || !launched(flight))
+      for (const OperationPtr& operation : flight.batch.operations) abandon(operation, error);
   for (const OperationPtr& operation : posted_messages_) abandon(operation, error);
-  stop_device();
+  if (!device_goes_on) stop_device();
   coordinator_.make_ready(*this);
 }
 

@@ -56,6 +56,9 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   ErrorPtr failure() const;
   bool closed() const { return closed_.load(); }
   bool busy() const { return unfinished_.load() > 0; }  // has operations that are not done
+  // Was given up while a device had work of it, or was to have: its members' transports may wait for each other for
+  // ever.
+  bool device_given_up() const { return device_given_up_.load(); }
   std::atomic<bool> in_inbox{false};
   std::string describe() const;  // "group 'name' (ranks [0, 2])"
 
@@ -67,7 +70,8 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   bool leaving() const { return leaving_; }
   // Gives the group up: everything unfinished fails with `error`, and so does what comes later. Peers that still count
   // on offered operations get their real input.
-  void give_up(ErrorPtr error);
+  // `device_goes_on`: what all members' devices have been given comes to its end by itself.
+  void give_up(ErrorPtr error, bool device_goes_on = false);
   void check_deadlines(Operation::Clock::time_point now);
   // Also for what waits already.
   void set_timeout(std::chrono::milliseconds timeout);
@@ -80,7 +84,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void withdraw(const OperationPtr& operation);
   void point_to_point_done(const OperationPtr& operation, const ErrorPtr& error) override;
   uint64_t message_matched(const OperationPtr& operation, uint64_t number) override;
-  void message_ordered(const OperationPtr& operation, uint64_t timestamp) override;
+  void message_ordered(OperationPtr operation, uint64_t timestamp) override;
   std::shared_ptr<Channel> release_channel();
 
  private:
@@ -140,6 +144,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void decide(UnitPlace unit, uint64_t timestamp);
   void launch_unit(UnitPlace unit);
   void stop_device();
+  static bool launched(const BatchInFlight& flight) { return flight.batch.operations.front()->launched(); }
   void drop_unlaunched();
   void stop_following_up();
   void tell_peers();
@@ -179,6 +184,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   std::atomic<uint64_t> next_sequence_{0};
   uint64_t next_message_ = 0;  // guarded by queue_mutex_; numbers point-to-point operations apart
   std::atomic<bool> closed_{false};
+  std::atomic<bool> device_given_up_{false};
   std::atomic<int64_t> unfinished_{0};
 
   // Driver.

@@ -22,6 +22,7 @@ namespace {
 
 constexpr std::chrono::seconds kFailedBound{1};
 constexpr std::chrono::minutes kLauncherBound{10};
+constexpr std::chrono::seconds kDeviceBound{2};
 
 std::mutex runtime_mutex;
 std::atomic<Runtime*> runtime{nullptr};  // leaked on purpose, see Runtime::get
@@ -187,6 +188,7 @@ void Runtime::shutdown(bool failed) noexcept {
     for (const GroupPtr& group : coordinator_.groups()) {
       const ErrorPtr failure = group->failure();
       if (failure && failure->kind != ErrorKind::kAborted && failure->kind != ErrorKind::kUsage) healthy = false;
+      if (group->device_given_up()) healthy = false;
     }
     // With a group given up its members may never come; the rest still gets a moment to part in order. Under an MPI
     // launcher a rank that ends early waits for the others, since leaving without MPI_Finalize ends the job.
@@ -216,6 +218,7 @@ void Runtime::shutdown(bool failed) noexcept {
     completions_.stop(kFailedBound);
     const auto left = std::chrono::duration_cast<milliseconds>(deadline - Operation::Clock::now());
     maker_.stop(std::max<milliseconds>(left, std::min<milliseconds>(bound, kFailedBound)), !parted);
+    launchers_->reports().await_beside(kDeviceBound);  // they are in NCCL, which is about to be unloaded
   } catch (const std::exception& error) {
     std::fprintf(stderr, "multicomm: at shutdown: %s\n", error.what());
   }

@@ -83,7 +83,7 @@ class PointToPointSink {
   // `number` is the message's within the group, the same on both sides.
   virtual uint64_t message_matched(const OperationPtr& operation, uint64_t number) = 0;
   // The later of both proposals is known: from here on it is a batch of the device.
-  virtual void message_ordered(const OperationPtr& operation, uint64_t timestamp) = 0;
+  virtual void message_ordered(OperationPtr operation, uint64_t timestamp) = 0;
 
  protected:
   ~PointToPointSink() = default;

@@ -45,9 +45,21 @@ Messages::Messages(MPI_Comm communicator, Requests& requests, int64_t largest_co
 
 void Messages::set_sink(PointToPointSink* sink) {
   sink_ = sink;
-  if (sink != nullptr || !listening_) return;
+  if (sink != nullptr) return;
+  std::erase_if(transfers_, [this](Transfer& transfer) {
+    if (!transfer.awaits_answer()) return false;
+    requests_.cancel(transfer);
+    return true;
+  });
+  for (auto& [peer, flow] : flows_)  // nobody receives any more, and what MPI still has of a mark is constant
+    for (; flow.outstanding > 0; --flow.outstanding) requests_.cancel(flow);
+  if (!std::exchange(listening_, false)) return;
   requests_.cancel(header_receive_);
-  listening_ = false;
+}
+
+bool Messages::idle() const {
+  return std::all_of(transfers_.begin(), transfers_.end(), [](const Transfer& t) { return t.awaits_answer(); }) &&
+         std::all_of(flows_.begin(), flows_.end(), [](const auto& flow) { return flow.second.held.empty(); });
 }
 
 int Messages::payload_tag(uint64_t number) const {
@@ -80,7 +92,7 @@ void Messages::Transfer::request_done(const MPI_Status&, const std::string* fail
   if (failure != nullptr && !error)
     error = std::make_shared<const OperationError>(OperationError{ErrorKind::kBroken, *failure});
   if (--remaining > 0) return;
-  if (error) next = &Messages::end;
+  if (error && operation) next = &Messages::end;
   (owner->*next)(*this);
 }
 
@@ -111,6 +123,33 @@ void Messages::post(const OperationPtr& operation) {
 }
 
 void Messages::send(const OperationPtr& operation) {
+  const auto flow = flows_.find(operation->peer);
+  const bool held = flow != flows_.end() && (flow->second.outstanding >= kWindows || !flow->second.held.empty());
+  if (held) flow->second.held.push_back(operation);
+  else send_now(operation);
+}
+
+void Messages::Flow::request_done(const MPI_Status&, const std::string* failure) {
+  --outstanding;
+  while (!held.empty() && (outstanding < kWindows || failure != nullptr)) {
+    const OperationPtr operation = std::move(held.front());
+    held.pop_front();
+    const auto fail = [&](const std::string& why) {
+      owner->report(operation, std::make_shared<const OperationError>(OperationError{ErrorKind::kBroken, why}));
+    };
+    if (failure != nullptr) {
+      fail(*failure);
+      continue;
+    }
+    try {
+      owner->send_now(operation);
+    } catch (const std::runtime_error& error) {
+      fail(error.what());
+    }
+  }
+}
+
+void Messages::send_now(const OperationPtr& operation) {
   Transfer& transfer = new_transfer(operation);
   transfer.packet = std::make_unique<Packet>();
   const auto bytes = static_cast<uint64_t>(operation->bytes());
@@ -143,6 +182,7 @@ void Messages::send(const OperationPtr& operation) {
                   &request),
         "MPI_Isend");
   start(transfer, request);
+  if ((header.number + 1) % kWindow == 0) mark(operation->peer);
   if (header.form == Form::kPayloadFollows) {
     operation->exposed = !operation->owns_buffers;
     in_chunks(bytes, [&](uint64_t offset, int piece) {
@@ -153,6 +193,17 @@ void Messages::send(const OperationPtr& operation) {
     });
   }
   --transfer.remaining;  // all requests are on their way; they end it in poll()
+}
+
+// A message of its own, which MPI reports as done when the receiver has taken it, and with it all before it.
+void Messages::mark(int peer) {
+  Flow& flow = flows_[peer];
+  flow.owner = this;
+  MPI_Request request = MPI_REQUEST_NULL;
+  check(MPI_Issend(&kMark, static_cast<int>(sizeof(kMark)), MPI_BYTE, peer, kHeaderTag, communicator_, &request),
+        "MPI_Issend");
+  ++flow.outstanding;
+  requests_.add(request, flow);
 }
 
 void Messages::listen() {
@@ -189,6 +240,10 @@ void Messages::take_header(const MPI_Status& status) {
   int received = 0;
   MPI_Get_count(&status, MPI_BYTE, &received);
   const Header& header = packet->header;
+  if (received == static_cast<int>(sizeof(kMark)) && header.form == Form::kMark) {
+    incoming_ = std::move(packet);
+    return listen();
+  }
   const bool known =
       header.form == Form::kPayloadFollows || header.form == Form::kEager || header.form == Form::kDevice;
   const bool fits = known && (header.form == Form::kEager ? header.bytes <= kEagerBytes : header.bytes < INT64_MAX);
@@ -224,16 +279,20 @@ void Messages::shake_hands(const OperationPtr& operation, int source, const Pack
   transfer.handshake = std::make_unique<Handshake>();
   Handshake& hands = *transfer.handshake;
   std::string why;
-  if (!on_device(*operation)) {
-    why = "the message is a tensor on a device, the tensor to receive it is on the CPU";
-  } else if (header.bytes != static_cast<uint64_t>(operation->bytes())) {
-    why = "the tensor to receive it holds " + std::to_string(operation->bytes()) + " bytes, the message has " +
-          std::to_string(header.bytes);
-  } else {
-    TableEntry theirs{};
-    std::memcpy(&theirs, packet.payload, sizeof(theirs));
-    device_->introduce(source, *operation, hands.introduction);
-    why = introduced(*operation, hands.introduction, theirs);
+  try {
+    if (!on_device(*operation)) {
+      why = "the message is a tensor on a device, the tensor to receive it is on the CPU";
+    } else if (header.bytes != static_cast<uint64_t>(operation->bytes())) {
+      why = "the tensor to receive it holds " + std::to_string(operation->bytes()) + " bytes, the message has " +
+            std::to_string(header.bytes);
+    } else {
+      TableEntry theirs{};
+      std::memcpy(&theirs, packet.payload, sizeof(theirs));
+      device_->introduce(source, *operation, hands.introduction);
+      why = introduced(*operation, hands.introduction, theirs);
+    }
+  } catch (const std::runtime_error& error) {
+    why = error.what();
   }
   if (why.empty()) {
     hands.proposal = sink_->message_matched(operation, device_message_number(source, rank_, header.number));
@@ -259,16 +318,16 @@ void Messages::shake_hands(const OperationPtr& operation, int source, const Pack
 }
 
 void Messages::end_ordered(Transfer& transfer) {
-  const OperationPtr operation = std::move(transfer.operation);
+  OperationPtr operation = std::move(transfer.operation);
   uint64_t timestamp = 0;
   std::memcpy(&timestamp, transfer.packet.get(), sizeof(timestamp));
   transfers_.erase(transfer.self);
-  sink_->message_ordered(operation, timestamp);
+  sink_->message_ordered(std::move(operation), timestamp);
 }
 
 // The sender's part: the receiver has answered.
 void Messages::send_timestamp(Transfer& transfer) {
-  const OperationPtr operation = transfer.operation;
+  const OperationPtr& operation = transfer.operation;
   Handshake& hands = *transfer.handshake;
   std::string why;
   if (hands.refused == 0) {
@@ -286,14 +345,19 @@ void Messages::send_timestamp(Transfer& transfer) {
   const uint64_t own =
       sink_->message_matched(operation, device_message_number(rank_, operation->peer, transfer.number));
   hands.timestamp = std::max(own, hands.proposal);
-  const uint64_t timestamp = hands.timestamp;
   MPI_Request request = MPI_REQUEST_NULL;
-  check(MPI_Isend(&hands.timestamp, static_cast<int>(sizeof(hands.timestamp)), MPI_BYTE, operation->peer,
-                  payload_tag(transfer.number), communicator_, &request),
-        "MPI_Isend");
+  try {
+    check(MPI_Isend(&hands.timestamp, static_cast<int>(sizeof(hands.timestamp)), MPI_BYTE, operation->peer,
+                    payload_tag(transfer.number), communicator_, &request),
+          "MPI_Isend");
+  } catch (const std::runtime_error& error) {
+    transfer.error = std::make_shared<const OperationError>(OperationError{ErrorKind::kBroken, error.what()});
+    return end(transfer);
+  }
   transfer.next = &Messages::forget;
+  const uint64_t timestamp = hands.timestamp;
   start(transfer, request);
-  sink_->message_ordered(operation, timestamp);
+  sink_->message_ordered(std::move(transfer.operation), timestamp);
 }
 
 void Messages::deliver(const OperationPtr& operation, int source, std::unique_ptr<Packet> packet) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <deque>
 #include <list>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -35,17 +36,20 @@ class Messages {
 
   void post(const OperationPtr& operation);
   void set_sink(PointToPointSink* sink);
-  bool idle() const { return transfers_.empty(); }
+  // Whether nothing is in flight. A device send that waits for its receiver has nothing but its own memory in MPI's
+  // hands.
+  bool idle() const;
 
  private:
   static constexpr size_t kEagerBytes = 2048;
-  enum class Form : int32_t { kPayloadFollows, kEager, kDevice };
+  enum class Form : int32_t { kPayloadFollows, kEager, kDevice, kMark };
   struct Header {
     uint64_t bytes;
     uint64_t number;  // of this sender's message to this receiver: chooses the payload's MPI tag
     int32_t tag;
     Form form;
   };
+  static constexpr Header kMark{0, 0, 0, Form::kMark};
   struct Packet {
     Header header;
     std::byte payload[kEagerBytes];
@@ -68,6 +72,7 @@ class Messages {
     std::unique_ptr<std::byte[]> scratch;  // receives whose output must not be touched
     std::unique_ptr<Handshake> handshake;
     uint64_t number = 0;  // as in Header
+    bool awaits_answer() const { return next == &Messages::send_timestamp && remaining == 1; }
     ErrorPtr error;
     int remaining = 1;
     void (Messages::*next)(Transfer&) = &Messages::end;  // when all its requests are over
@@ -82,6 +87,8 @@ class Messages {
   };
 
   void send(const OperationPtr& operation);
+  void send_now(const OperationPtr& operation);
+  void mark(int peer);
   void listen();
   void fail_waiting(const std::string& why);
   void take_header(const MPI_Status& status);
@@ -111,8 +118,20 @@ class Messages {
   int tag_limit_ = 32767;
   PointToPointSink* sink_ = nullptr;
   std::vector<uint64_t> next_number_;  // per receiver
-  std::deque<OperationPtr> waiting_;   // receives without a message
-  std::deque<Arrived> unexpected_;     // messages without a receive
+  // MPI counts the messages between two ranks in 16 bits (Open MPI 5 does): with more than that unreceived, it
+  // exchanges them. So every kWindow-th header is one that MPI reports as received, and with kWindows of those
+  // outstanding further messages wait here. Receivers that have had so many are few, so it is not a field for each.
+  static constexpr uint64_t kWindow = 4096;
+  static constexpr size_t kWindows = 2;
+  struct Flow final : RequestHandler {
+    Messages* owner = nullptr;
+    size_t outstanding = 0;
+    std::deque<OperationPtr> held;
+    void request_done(const MPI_Status& status, const std::string* failure) override;
+  };
+  std::map<int, Flow> flows_;         // by receiver
+  std::deque<OperationPtr> waiting_;  // receives without a message
+  std::deque<Arrived> unexpected_;    // messages without a receive
   std::list<Transfer> transfers_;
   HeaderReceive header_receive_;
   std::unique_ptr<Packet> incoming_;

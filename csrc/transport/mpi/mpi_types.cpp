@@ -18,6 +18,15 @@ void reduce_floats(void* in, void* inout, int* length, MPI_Datatype* type) {
   reduce_into(*type == MPI_DOUBLE ? DType::kFloat64 : DType::kFloat32, kOp, inout, in, *length);
 }
 
+// Open MPI's own sum of small integers saturates where the processor has instructions for that; sums wrap, as torch's.
+void sum_small_integers(void* in, void* inout, int* length, MPI_Datatype* type) {
+  const DType dtype = *type == MPI_INT8_T    ? DType::kInt8
+                      : *type == MPI_UINT8_T ? DType::kUint8
+                      : *type == MPI_INT16_T ? DType::kInt16
+                                             : DType::kUint16;
+  reduce_into(dtype, ReduceOp::kSum, inout, in, *length);
+}
+
 MPI_Datatype make_block(size_t bytes) {
   MPI_Datatype type = MPI_DATATYPE_NULL;
   check(MPI_Type_contiguous(static_cast<int>(bytes), MPI_BYTE, &type), "MPI_Type_contiguous");
@@ -30,6 +39,7 @@ MPI_Datatype make_block(size_t bytes) {
 Types::Types()
     : record_(make_block(sizeof(Record))), table_entry_(make_block(sizeof(TableEntry))), wide_(make_block(16)) {
   check(MPI_Op_create(combine_in_mpi, 1, &combine_), "MPI_Op_create");
+  check(MPI_Op_create(sum_small_integers, 1, &small_sum_), "MPI_Op_create");
   check(MPI_Op_create(reduce_floats<ReduceOp::kMin>, 1, &minimum_), "MPI_Op_create");
   check(MPI_Op_create(reduce_floats<ReduceOp::kMax>, 1, &maximum_), "MPI_Op_create");
 }
@@ -65,7 +75,7 @@ MPI_Op Types::reduction(DType dtype, ReduceOp op) const {
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kPremulSum:
-    case ReduceOp::kAvg: return logical ? MPI_LOR : MPI_SUM;
+    case ReduceOp::kAvg: return logical ? MPI_LOR : size_of(type) <= 2 ? small_sum_ : MPI_SUM;
     case ReduceOp::kProduct: return logical ? MPI_LAND : MPI_PROD;
     case ReduceOp::kMin: return logical ? MPI_LAND : floating ? minimum_ : MPI_MIN;
     case ReduceOp::kMax: return logical ? MPI_LOR : floating ? maximum_ : MPI_MAX;

@@ -24,7 +24,8 @@ class Types {
   MPI_Datatype table_entry_ = MPI_DATATYPE_NULL;
   MPI_Datatype wide_ = MPI_DATATYPE_NULL;  // 16 bytes
   MPI_Op combine_ = MPI_OP_NULL;
-  MPI_Op minimum_ = MPI_OP_NULL;  // of floating point: NaN wins, zeros are ordered, as in the inline path
+  MPI_Op small_sum_ = MPI_OP_NULL;  // of 8 and 16 bits: wraps
+  MPI_Op minimum_ = MPI_OP_NULL;    // of floating point: NaN wins, zeros are ordered, as in the inline path
   MPI_Op maximum_ = MPI_OP_NULL;
 };
 
