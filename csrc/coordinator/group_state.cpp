@@ -144,6 +144,7 @@ void GroupState::point_to_point_done(const OperationPtr& operation, const ErrorP
 }
 
 uint64_t GroupState::message_matched(const OperationPtr& operation, uint64_t number) {
+  heed_notice();
   std::erase(posted_messages_, operation);
   BatchInFlight& flight = new_flight({0, {operation}});
   if (!coordinator_.settings().strict_order || device_stopped_ || broken_) return 0;  // see message_ordered()
@@ -268,6 +269,7 @@ void GroupState::start_order() {
   LaunchOrder& order = coordinator_.launch_order();
   my_proposal_ = order.clock();
   order_due_ = false;
+  heed_notice();
   if (device_stopped_) {
     // The peers start it, so this rank does; but it has told them that nothing comes of it.
     for (BatchInFlight* flight : std::exchange(unordered_, {})) end(*flight, failure());
@@ -326,6 +328,13 @@ void GroupState::told(const Notice& notice) {
   given_up_by_ = notice.by;
   given_up_why_ = text_in(notice.why, sizeof(notice.why));
   given_up_since_ = coordinator_.checked_at();
+}
+
+// A device that is given something now would wait in it for whoever has given the group up.
+void GroupState::heed_notice() {
+  if (given_up_by_ < 0 || device_stopped_) return;
+  give_up(peer_failed_error(info_, given_up_by_, given_up_why_));
+  announce_failure_ = false;  // whoever told us has told everybody
 }
 
 // Takes out what is not launched and never will be: other groups' devices would wait for its turn.

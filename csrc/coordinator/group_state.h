@@ -143,6 +143,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   UnitPlace propose(std::vector<BatchInFlight*> flights, uint64_t number);
   void decide(UnitPlace unit, uint64_t timestamp);
   void launch_unit(UnitPlace unit);
+  void heed_notice();
   void stop_device();
   static bool launched(const BatchInFlight& flight) { return flight.batch.operations.front()->launched(); }
   void drop_unlaunched();
