@@ -211,8 +211,8 @@ def page() -> Iterator[str]:
     yield (
         f"Tried on {RANKS} ranks with torch {torch.__version__} for multicomm and Gloo (`python "
         "benchmarks/operations.py docs/operations.md` writes this page); for torch's MPI and NCCL backends as their "
-        "sources say. An attempt counts when it ends without an error on both ranks. multicomm moves CPU tensors, "
-        "NCCL CUDA tensors.\n"
+        "sources say. An attempt counts when it ends without an error on both ranks. The columns of multicomm, Gloo "
+        "and MPI are about CPU tensors, NCCL's about CUDA tensors; [cuda.md](cuda.md) is about multicomm's.\n"
     )
     yield from table(
         ["operation", "multicomm", "Gloo", "MPI", "NCCL"],
