@@ -334,6 +334,7 @@ def follows_streams() -> None:
     rank, device = join()
     side = torch.Stream(device=device)
     tensor = torch.zeros(LARGE, device=device)
+    torch.get_device_module("sim").synchronize()  # it was filled on another stream
     with side:
         gate = simulated.block()
         tensor.fill_(rank + 1.0)
