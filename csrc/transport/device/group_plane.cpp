@@ -1,7 +1,6 @@
 #include "transport/device/group_plane.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <utility>
@@ -18,7 +17,6 @@ constexpr int kVersionWithGather = 22800;
 // Which device it is, among those of all hosts and under whatever number each process knows it.
 struct DeviceIdentity {
   uint64_t bits[2];
-  bool operator==(const DeviceIdentity&) const = default;
 };
 
 // What a member says of itself, in a TableEntry.
@@ -58,9 +56,20 @@ std::vector<NcclUniqueId>& spare_ids() {
   return *ids;
 }
 
-void warn_once(const std::string& text) {
-  static std::atomic<bool> warned{false};
-  if (!warned.exchange(true)) std::fprintf(stderr, "multicomm: %s\n", text.c_str());
+// Of each kind of slowness once per process. Driver.
+void warn_once(bool& warned, const std::string& text) {
+  if (!std::exchange(warned, true)) std::fprintf(stderr, "multicomm: %s\n", text.c_str());
+}
+bool warned_of_staging = false, warned_of_reductions = false;
+
+// Two members on one device: their places; the first two in order.
+std::optional<std::pair<size_t, size_t>> sharing(const std::vector<Introduction>& all) {
+  std::map<std::pair<uint64_t, uint64_t>, size_t> seen;
+  for (size_t m = 0; m < all.size(); ++m) {
+    const auto [it, fresh] = seen.emplace(std::pair(all[m].device.bits[0], all[m].device.bits[1]), m);
+    if (!fresh) return std::pair(it->second, m);
+  }
+  return std::nullopt;
 }
 
 }  // namespace
@@ -135,10 +144,11 @@ std::string GroupPlane::introduced(int peer, const std::vector<TableEntry>& entr
     else if (all[m].nccl_version != all[0].nccl_version)
       why_not = rank_text(0) + " has NCCL " + version_text(all[0].nccl_version) + ", " + rank_text(m) + " has " +
                 version_text(all[m].nccl_version);
-    for (size_t other = 0; other < m && why_not.empty(); ++other)
-      if (all[m].device == all[other].device)
-        why_not = "ranks " + std::to_string(ranks[other]) + " and " + std::to_string(ranks[m]) + " share one device";
   }
+  const auto shared = sharing(all);
+  if (why_not.empty() && shared)
+    why_not = "ranks " + std::to_string(ranks[shared->first]) + " and " + std::to_string(ranks[shared->second]) +
+              " share one device";
   if (settings_.cuda == CudaMode::kNccl && !why_not.empty())
     return "NCCL cannot serve, and MULTICOMM_CUDA=nccl wants it: " + why_not +
            ". MULTICOMM_CUDA=auto moves the tensors through host memory instead";
@@ -146,8 +156,8 @@ std::string GroupPlane::introduced(int peer, const std::vector<TableEntry>& entr
   if (!nccl && !cannot_stage.empty()) return (why_not.empty() ? "" : why_not + "; ") + cannot_stage;
   const bool lowest = ranks[0] == parts_.global_ranks[static_cast<size_t>(parts_.rank)];
   if (!nccl && settings_.cuda == CudaMode::kAuto && lowest)
-    warn_once("tensors on devices are moved through host memory, which is slow: " + why_not +
-              ". MULTICOMM_CUDA=staged silences this");
+    warn_once(warned_of_staging, "tensors on devices are moved through host memory, which is slow: " + why_not +
+                                     ". MULTICOMM_CUDA=staged silences this");
   if (peer < 0) staged_->set_takes_device_memory(device_memory);
   if (!nccl && party.own_id) spare_ids().push_back(*party.own_id);
   if (nccl) {
@@ -169,8 +179,9 @@ void GroupPlane::launch(Batch& batch, bool more, Completion& done) {
     together_.push_back({&batch, &done});
   } else {
     if (nccl && settings_.cuda == CudaMode::kAuto && parts_.rank == 0)
-      warn_once("NCCL has no " + std::string(name_of(first.descriptor.reduce_op)) + " of " +
-                name_of(first.descriptor.dtype) + ": such tensors are moved through host memory, which is slow");
+      warn_once(warned_of_reductions, "NCCL has no " + std::string(name_of(first.descriptor.reduce_op)) + " of " +
+                                          name_of(first.descriptor.dtype) +
+                                          ": such tensors are moved through host memory, which is slow");
     staged_->launch(*launcher_, batch, done);
   }
   if (!more && !together_.empty()) launch_together(std::exchange(together_, {}), all_.nccl);
