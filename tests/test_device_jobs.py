@@ -206,11 +206,14 @@ def aborts() -> None:
     rank, device = join()
     pair = group([0, 1])
     check_sum(device)
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         work = dist.all_reduce(torch.ones(5, device=device), async_op=True)
         dist.group.WORLD._get_backend(device).abort()
         raises(work.wait, "aborted", dist.DistBackendError, "aborted on this rank")
+        store.set("aborted", "1")
     else:
+        store.wait(["aborted"])
         begin = time.monotonic()
         raises(
             lambda: [dist.all_reduce(torch.ones(5, device=device)) for _ in range(2)],
