@@ -1,0 +1,461 @@
+"""mpi4py communicators as process groups of torch."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import itertools
+import operator
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import torch.distributed as dist
+
+from multicomm import _C
+from multicomm._backend import _backend_of, launched_by_mpi
+from multicomm._meeting import meet, name_ranks
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from mpi4py import MPI
+
+_NOT_STARTED = _C.start_description()  # nothing can have started it before this
+_POLL_SECONDS = 0.005
+_MOST_SHOWN = 16  # members of a communicator in a text
+_RULE = (
+    "Every member of a communicator passes it, and as often as the others do; a rank passes only communicators that it "
+    "belongs to. No group was made, and multicomm.init() can be called again."
+)
+
+Members = tuple[int, ...]  # of a communicator: ranks of the world, in the communicator's rank order
+
+
+@dataclass
+class _Entry:
+    """A communicator that this rank has passed."""
+
+    comm: MPI.Intracomm
+    members: Members
+    name: str  # the same on all members, also where they count their communicators differently
+    group: dist.ProcessGroup
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    duplicate: MPI.Intracomm | None = None  # guarded by lock
+    tries: int = 0  # guarded by lock: how often comm_of was called in vain
+
+
+@dataclass
+class _Passed:
+    """What this rank has passed to init() and add_comm() in the life of one default group."""
+
+    world: dist.ProcessGroup  # the default group
+    life: int
+    timeout: timedelta
+    entries: list[_Entry | str]  # a text: there is no group at this index, and why
+    added: Counter[Members] = field(default_factory=Counter)
+
+
+_passed: _Passed | None = None
+_attempts = (
+    itertools.count()
+)  # of init(), which is collective: the same on all ranks. torch's store may outlive its groups
+
+
+def init(comms: Sequence[MPI.Intracomm] | None = None, *, timeout: timedelta | None = None) -> None:
+    """Makes a process group of each of these mpi4py communicators, in the communicator's own rank order.
+
+    Every rank of MPI's world calls it once, with the communicators that it is a member of; the lists of different ranks
+    may differ in length and order. A communicator is known by its members and their order: of several that are equal
+    in this, the first of one rank belongs to the first of the others. The communicators stay the caller's; multicomm
+    communicates on duplicates of its own. ``torch.distributed`` is initialised with multicomm unless it is: under
+    mpirun or ``srun --mpi=pmix`` from MPI, else from what torchrun sets.
+
+    Args:
+        comms: intra-communicators of any kind: the world, splits, in any rank order, overlapping, several equal ones,
+            cartesian ones and graphs. ``MPI.COMM_NULL`` is skipped and keeps its index. None stands for the world.
+        timeout: of the groups, and of the wait for the other ranks; by default that of torch's default group.
+
+    Raises:
+        TypeError: ``comms`` is not a list, or holds something that is not an mpi4py communicator.
+        ValueError: the ranks' lists do not fit together (on all ranks, with a table of who passed what); a
+            communicator that cannot be a group; init() was called before; ``torch.distributed`` is initialised with
+            another backend or has another world than MPI.
+        ImportError: mpi4py is missing.
+        torch.distributed.DistBackendError: a rank has not called init() within the time-out.
+    """
+    global _passed
+    if _live() is not None:
+        raise ValueError(
+            "multicomm.init() was called before in this process: add further communicators by multicomm.add_comm(), or "
+            "call torch.distributed.destroy_process_group() first"
+        )
+    mpi = _started_mpi(timeout)
+    wrong: TypeError | ValueError | None = None
+    members: list[Members | None] = []
+    try:
+        chosen = _listed(mpi, comms)
+        members = [_members(mpi, comm, f"comms[{index}]") for index, comm in enumerate(chosen)]
+    except (TypeError, ValueError) as error:  # is told to the others, who wait for this rank
+        wrong = error
+    default = _default_group()
+    patience = timeout or _timeout_of(default)
+    life = next(_attempts)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    meet("multicomm.init()", f"init/{life}", range(size), rank, patience)
+    numbers = _agree(mpi.COMM_WORLD, members, wrong)
+    entries: list[_Entry | str] = ["was MPI.COMM_NULL, which this rank is not a member of"] * len(members)
+    # In one order on all ranks, though the groups' creation does not need it: errors and tables then read alike.
+    for number, index in sorted((number, index) for index, number in enumerate(numbers) if number is not None):
+        entries[index] = _entry(chosen[index], members[index] or (), f"comm{number}", patience)
+    _passed = _Passed(default, life, patience, entries)
+
+
+def group(index: SupportsIndex) -> dist.ProcessGroup:
+    """The process group of a communicator, for ``group=`` of any ``torch.distributed`` call, for DDP and so on.
+
+    Args:
+        index: place of the communicator in what this rank passed to init(), or what add_comm() returned.
+
+    Raises:
+        ValueError: there is no group at this index, or init() was not called.
+        TypeError: ``index`` is not an integer.
+    """
+    return _at(_required(), index).group
+
+
+def comm_of(group: dist.ProcessGroup | SupportsIndex) -> MPI.Intracomm:
+    """An mpi4py communicator of a group's members, for calls of the user's own while the group communicates.
+
+    The first call is collective over the members: a duplicate of the communicator that was passed is made, with its
+    topology (where that has been freed in the meantime, a plain one of the same members). Later calls return the same
+    one. multicomm never uses it. It lives until the user frees it, also when the group is removed.
+
+    Args:
+        group: a process group that init() or add_comm() has made, or its index.
+
+    Raises:
+        ValueError: it is no such group, or init() was not called.
+        TypeError: ``group`` is neither a process group nor an integer.
+        torch.distributed.DistBackendError: a member has not called comm_of() within the group's time-out.
+    """
+    passed = _required()
+    if isinstance(group, dist.ProcessGroup):
+        found = next((entry for entry in passed.entries if isinstance(entry, _Entry) and entry.group is group), None)
+        if found is None:
+            raise ValueError(
+                f"rank {dist.get_rank()}: group is not one that multicomm made of a communicator, or was removed: pass "
+                "what multicomm.group() returns, or an index"
+            )
+    else:
+        found = _at(passed, group)
+    with found.lock:
+        if found.duplicate is None:
+            key = f"comm_of/{passed.life}/{found.name}/{found.tries}"
+            found.tries += 1
+            meet(f"multicomm.comm_of({found.name})", key, found.members, dist.get_rank(), _timeout_of(found.group))
+            found.duplicate = _duplicate(found)
+        return found.duplicate
+
+
+def world() -> MPI.Intracomm:
+    """MPI's world as an mpi4py communicator, also under torchrun, where multicomm makes it.
+
+    Initialises ``torch.distributed`` with multicomm unless it is, as init() does, and waits until MPI is up: for that
+    every rank must come to it, or to a first multicomm group of its own. Under torchrun call this before
+    anything imports ``mpi4py.MPI``, and split communicators for init() from what it returns.
+
+    Raises:
+        ValueError: ``torch.distributed`` is initialised with another backend or has another world than MPI.
+        ImportError: mpi4py is missing.
+        RuntimeError: MPI could not be started, or mpi4py was built for another MPI library than multicomm.
+    """
+    comm: MPI.Intracomm = _started_mpi(None).COMM_WORLD
+    return comm
+
+
+def add_comm(comm: MPI.Intracomm) -> int:
+    """Makes a process group of one more communicator. Called by its members, each once; the others do nothing.
+
+    Returns at once, as ``torch.distributed.new_group`` does: the group's first operation waits for the other members,
+    and its time-out names those that did not call add_comm().
+
+    Args:
+        comm: an intra-communicator, as for init().
+
+    Returns:
+        its index in this rank's list, for group(), comm_of() and remove_comm(). An index is never used again.
+
+    Raises:
+        TypeError: ``comm`` is not an mpi4py communicator.
+        ValueError: ``comm`` cannot be a group, or init() was not called.
+    """
+    passed = _required()
+    members = _members(_imported_mpi(), comm, "comm")
+    if members is None:
+        raise ValueError(
+            f"rank {dist.get_rank()}: comm is MPI.COMM_NULL: this rank is not a member, or the communicator was "
+            "freed; only members call multicomm.add_comm()"
+        )
+    name = f"comm-{_digest(members).hex()[:8]}.{passed.added[members]}"
+    passed.entries.append(_entry(comm, members, name, passed.timeout))
+    passed.added[members] += 1
+    return len(passed.entries) - 1
+
+
+def remove_comm(index: SupportsIndex) -> None:
+    """Ends the process group of a communicator. Called by its members.
+
+    Waits a moment (2 s) for pending work, as ``torch.distributed.destroy_process_group`` does. The communicator, and
+    the one that comm_of() returned, stay the user's.
+
+    Args:
+        index: as for group().
+
+    Raises:
+        ValueError: there is no group at this index, or init() was not called.
+        TypeError: ``index`` is not an integer.
+    """
+    passed = _required()
+    entry = _at(passed, index)
+    passed.entries[operator.index(index)] = "was removed"
+    if entry.group in dist.distributed_c10d._world.pg_map:  # else the user has destroyed it himself
+        dist.destroy_process_group(entry.group)
+
+
+def _live() -> _Passed | None:
+    """What was passed, unless torch's world has been destroyed since."""
+    return _passed if _passed is not None and _passed.world is dist.group.WORLD else None
+
+
+def _required() -> _Passed:
+    passed = _live()
+    if passed is None:
+        raise ValueError("there are no communicators: call multicomm.init(comms=[...]) first, on every rank")
+    return passed
+
+
+def _at(passed: _Passed, index: SupportsIndex) -> _Entry:
+    rank = dist.get_rank()
+    try:
+        place = operator.index(index)
+    except TypeError:
+        raise TypeError(f"rank {rank}: the index of a communicator is an integer, not {type(index).__name__}") from None
+    if not 0 <= place < len(passed.entries):
+        have = f"0 to {len(passed.entries) - 1}" if passed.entries else "none"
+        raise ValueError(f"rank {rank}: index {place} is out of range: this rank's communicators are {have}")
+    entry = passed.entries[place]
+    if isinstance(entry, str):
+        raise ValueError(f"rank {rank}: the communicator at index {place} {entry}: there is no group")
+    return entry
+
+
+def _imported_mpi() -> ModuleType:
+    """mpi4py.MPI, which is not to start or end MPI where multicomm does."""
+    try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:
+            mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no MPI library
+        raise ImportError(
+            f"MPI communicators need mpi4py, which cannot be imported: {error}. pip install mpi4py (the rest of "
+            "multicomm works without it)"
+        ) from error
+    return MPI
+
+
+def _started_mpi(timeout: timedelta | None) -> ModuleType:
+    """mpi4py.MPI, when torch's world and MPI are up and agree."""
+    if importlib.util.find_spec("mpi4py") is None:
+        _imported_mpi()  # raises, before anything is started
+    loaded = sys.modules.get("mpi4py.MPI")
+    if not dist.is_initialized():
+        by_mpi = launched_by_mpi() or (
+            loaded is not None and loaded.Is_initialized() and not dist.is_torchelastic_launched()
+        )
+        dist.init_process_group("multicomm", init_method="mpi://" if by_mpi else "env://", timeout=timeout)
+    default = _backend_of(dist.group.WORLD)
+    if default is None:
+        raise ValueError(
+            f"torch.distributed is initialised with the backend {dist.get_backend()!r}: initialise it with "
+            "'multicomm', or leave it to multicomm.init()"
+        )
+    _await_start(default)
+    mpi = _imported_mpi()  # only now, with MPI up, it makes errors on MPI's world exceptions
+    if not mpi.Is_initialized():
+        raise RuntimeError(
+            f"mpi4py uses another MPI library ({mpi.Get_library_version().split(',')[0]}) than multicomm: install both "
+            "for the same one"
+        )
+    size = mpi.COMM_WORLD.Get_size()
+    if default._global_ranks != list(range(size)):
+        raise ValueError(
+            f"torch's world has the ranks {default._global_ranks} of MPI's world of {size}: MPI communicators need "
+            "torch's world to be MPI's"
+        )
+    return mpi
+
+
+def _await_start(default: Any) -> None:
+    """MPI starts in the background, with the default group."""
+    while _C.start_description() == _NOT_STARTED:
+        if default.get_error().name != "SUCCESS":
+            dist.barrier()  # raises, and says why MPI did not start
+            raise RuntimeError("MPI could not be started")
+        time.sleep(_POLL_SECONDS)
+
+
+def _default_group() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    backend: Any = _backend_of(group)
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
+def _listed(mpi: ModuleType, comms: Sequence[MPI.Intracomm] | None) -> list[MPI.Intracomm]:
+    if comms is None:
+        return [mpi.COMM_WORLD]
+    if isinstance(comms, (list, tuple)):
+        return list(comms)
+    hint = ": pass [comm]" if isinstance(comms, mpi.Comm) else ""
+    raise TypeError(
+        f"rank {dist.get_rank()}: comms must be a list of mpi4py communicators, not {type(comms).__name__}{hint}"
+    )
+
+
+def _members(mpi: ModuleType, comm: MPI.Intracomm, argument: str) -> Members | None:
+    """The communicator's members; None for MPI.COMM_NULL."""
+    argument = f"rank {dist.get_rank()}: {argument}"
+    if not isinstance(comm, mpi.Comm):
+        raise TypeError(f"{argument} is not an mpi4py communicator but {type(comm).__name__}")
+    if comm == mpi.COMM_NULL:
+        return None
+    if comm.Is_inter():
+        raise ValueError(
+            f"{argument} is an inter-communicator, whose two sides have no common rank order: pass an "
+            "intra-communicator, such as comm.Merge()"
+        )
+    ours, everybody = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    ranks = mpi.Group.Translate_ranks(ours, list(range(ours.Get_size())), everybody)
+    ours.Free()
+    everybody.Free()
+    if mpi.UNDEFINED in ranks:
+        raise ValueError(f"{argument} has members outside MPI.COMM_WORLD (spawned ones?), which torch's world lacks")
+    return tuple(ranks)
+
+
+def _agree(everybody: MPI.Intracomm, mine: list[Members | None], wrong: Exception | None) -> list[int | None]:
+    """Numbers of this rank's communicators among those of all ranks; raises on every rank where the lists do not fit.
+
+    Only digests travel as long as all is well: of many ranks the lists themselves would be much.
+    """
+    digests = [None if members is None else _digest(members) for members in mine]
+    table: list[list[bytes | None]] = everybody.allgather(digests)
+    counts = [Counter(row) for row in table]
+    fits = all(
+        counts[member][digest] == counts[everybody.Get_rank()][digest]
+        for members, digest in zip(mine, digests, strict=True)
+        for member in members or ()
+    )
+    verdicts = everybody.allgather(None if fits and wrong is None else str(wrong or ""))
+    complaints = [text for text in verdicts if text]
+    if complaints:
+        if wrong is not None:
+            raise type(wrong)(f"multicomm.init(): {wrong}. {_RULE}") from None
+        raise ValueError("multicomm.init(): what was passed cannot be used: " + "; ".join([*complaints, _RULE]))
+    if any(text is not None for text in verdicts):
+        raise ValueError(_difference(everybody.allgather([members for members in mine if members is not None])))
+    numbers: dict[tuple[bytes, int], int] = {}
+    own: list[int | None] = []
+    for rank, row in enumerate(table):
+        seen: Counter[bytes] = Counter()
+        for digest in row:
+            number = None
+            if digest is not None:
+                number = numbers.setdefault((digest, seen[digest]), len(numbers))
+                seen[digest] += 1
+            if rank == everybody.Get_rank():
+                own.append(number)
+    return own
+
+
+def _difference(table: list[list[Members]]) -> str:
+    """What does not fit, and who passed what, the same on all ranks."""
+    lines = ["multicomm.init(): the ranks do not pass the same communicators:"]
+    counts = [Counter(row) for row in table]
+    for members in dict.fromkeys(itertools.chain.from_iterable(table)):
+        by_count: dict[int, list[int]] = {}
+        for member in members:
+            by_count.setdefault(counts[member][members], []).append(member)
+        if len(by_count) > 1:
+            said = (f"{_times(count)} by {name_ranks(sorted(ranks))}" for count, ranks in sorted(by_count.items()))
+            lines.append(f"  {_show(members)} is passed {', '.join(said)}")
+    lines.append("what each rank passes, as ranks of the world in the communicator's order:")
+    alike: dict[tuple[Members, ...], list[int]] = {}
+    for rank, row in enumerate(table):
+        alike.setdefault(tuple(row), []).append(rank)
+    lines += [f"  {name_ranks(ranks)}: {', '.join(map(_show, row)) or 'none'}" for row, ranks in alike.items()]
+    return "\n".join([*lines, _RULE])
+
+
+def _times(count: int) -> str:
+    return {0: "not", 1: "once"}.get(count, f"{count} times")
+
+
+def _show(members: Members) -> str:
+    if len(members) <= _MOST_SHOWN:
+        return str(list(members))
+    first, last = ", ".join(map(str, members[: _MOST_SHOWN - 2])), members[-1]
+    return f"[{first}, ..., {last}] ({len(members)} ranks)"
+
+
+def _digest(members: Members) -> bytes:
+    return hashlib.sha256(repr(members).encode()).digest()[:16]
+
+
+def _entry(comm: MPI.Intracomm, members: Members, name: str, timeout: timedelta) -> _Entry:
+    """The communicator with its process group, registered with torch.
+
+    As torch.distributed.new_group, which has no way to give a name: its own names count the groups that this rank has
+    made, so that members would disagree on them, and then on those of all groups to come.
+    """
+    torch_world = dist.distributed_c10d._world
+    default = _default_group()
+    made, _ = dist.distributed_c10d._new_process_group_helper(
+        len(members),
+        members.index(dist.get_rank()),
+        list(members),
+        dist.Backend("multicomm"),
+        torch_world.pg_map[default][1],
+        name,
+        timeout=timeout,
+        device_id=default.bound_device_id,
+        group_desc=name,
+    )
+    torch_world.pg_group_ranks[made] = {member: place for place, member in enumerate(members)}
+    return _Entry(comm, members, name, made)
+
+
+def _duplicate(entry: _Entry) -> MPI.Intracomm:
+    mpi = _imported_mpi()
+    if entry.comm != mpi.COMM_NULL:
+        return entry.comm.Dup()
+    everybody = mpi.COMM_WORLD.Get_group()
+    chosen = everybody.Incl(entry.members)
+    made: MPI.Intracomm = mpi.COMM_WORLD.Create_group(chosen)
+    everybody.Free()
+    chosen.Free()
+    return made
+
+
+__all__ = ["add_comm", "comm_of", "group", "init", "remove_comm", "world"]
