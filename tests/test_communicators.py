@@ -110,7 +110,8 @@ def every_kind() -> None:
     pair = dist.new_group(sorted({0, world.size - 1}))
     if world.rank in (0, world.size - 1):
         dist.all_reduce(torch.ones(3), group=pair)
-    train(multicomm.group(ours[id(every[1])]))
+    if world.size == 4:  # DDP's imports are slow
+        train(multicomm.group(ours[id(every[1])]))
     dist.destroy_process_group()
     raises(lambda: multicomm.group(0), "after the end", ValueError, "multicomm.init")
     multicomm.init()  # a second life

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import itertools
 import operator
+import os
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import torch.distributed as dist
 
@@ -52,7 +53,10 @@ class _Entry:
 
 @dataclass
 class _Passed:
-    """What this rank has passed to init() and add_comm() in the life of one default group."""
+    """What this rank has passed to init() and add_comm() in the life of one default group.
+
+    Changed by one thread at a time, as torch's own table of groups.
+    """
 
     world: dist.ProcessGroup  # the default group
     life: int
@@ -230,7 +234,10 @@ def remove_comm(index: SupportsIndex) -> None:
 
 def _live() -> _Passed | None:
     """What was passed, unless torch's world has been destroyed since."""
-    return _passed if _passed is not None and _passed.world is dist.group.WORLD else None
+    global _passed
+    if _passed is not None and _passed.world is not dist.group.WORLD:
+        _passed = None
+    return _passed
 
 
 def _required() -> _Passed:
@@ -280,6 +287,11 @@ def _started_mpi(timeout: timedelta | None) -> ModuleType:
         by_mpi = launched_by_mpi() or (
             loaded is not None and loaded.Is_initialized() and not dist.is_torchelastic_launched()
         )
+        if not by_mpi and "RANK" not in os.environ:
+            raise ValueError(
+                "neither an MPI launcher nor torchrun has started this process: launch it with mpirun, srun --mpi=pmix "
+                "or torchrun"
+            )
         dist.init_process_group("multicomm", init_method="mpi://" if by_mpi else "env://", timeout=timeout)
     default = _backend_of(dist.group.WORLD)
     if default is None:
@@ -303,7 +315,7 @@ def _started_mpi(timeout: timedelta | None) -> ModuleType:
     return mpi
 
 
-def _await_start(default: Any) -> None:
+def _await_start(default: _C.ProcessGroupMulticomm) -> None:
     """MPI starts in the background, with the default group."""
     while _C.start_description() == _NOT_STARTED:
         if default.get_error().name != "SUCCESS":
@@ -317,9 +329,9 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    backend: Any = _backend_of(group)
-    timeout: timedelta = backend.options._timeout
-    return timeout
+    backend = _backend_of(group)
+    assert backend is not None
+    return backend.options._timeout
 
 
 def _listed(mpi: ModuleType, comms: Sequence[MPI.Intracomm] | None) -> list[MPI.Intracomm]:

@@ -8,7 +8,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-_LOOK = timedelta(seconds=1)  # a wait in the store cannot be interrupted
+_FIRST_NAP = 0.001
+_LONGEST_NAP = 0.05
+_NAP_PER_RANK = 20e-6  # the store answers all ranks' looks
+_SETTLING_SECONDS = 5.0  # a rank that settles it may die before it says how
 _COMPLETE = "complete"
 
 
@@ -21,33 +24,30 @@ def meet(what: str, key: str, ranks: Sequence[int], rank: int, timeout: timedelt
     Raises:
         torch.distributed.DistBackendError: they have not come within `timeout`; the text names the missing.
     """
-    default: dist.Store = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore(f"multicomm/communicators/{key}", default.clone())  # others use torch's own connection
+    store = dist.PrefixStore(f"multicomm/communicators/{key}", dist.distributed_c10d._get_default_store())
     store.set(f"here/{rank}", "")
     if store.add("arrived", 1) == len(ranks) and store.add("settled", 1) == 1:
         store.set("outcome", _COMPLETE)
     deadline = time.monotonic() + timeout.total_seconds()
-    while not _is_there(store, "outcome", _LOOK):
-        if time.monotonic() < deadline:
-            continue
-        if store.add("settled", 1) == 1:
-            missing = [other for other in ranks if not store.check([f"here/{other}"])]
-            who = f"{name_ranks(missing)} did not come" if missing else "not every rank came"
-            store.set("outcome", f"{who} within {timeout.total_seconds():g} s")
-        deadline = time.monotonic() + _LOOK.total_seconds()  # somebody else has settled it and is about to say how
+    settling = False
+    nap = _FIRST_NAP
+    # Short looks: a wait in the store would keep the connection from this process's other threads, and hold up Ctrl-C.
+    while not store.check(["outcome"]):
+        if time.monotonic() >= deadline and not settling:
+            settling = True
+            if store.add("settled", 1) == 1:  # else another rank is about to say how
+                missing = [other for other in ranks if not store.check([f"here/{other}"])]
+                who = f"{name_ranks(missing)} did not come" if missing else "not every rank came"
+                store.set("outcome", f"{who} within {timeout.total_seconds():g} s")
+        if time.monotonic() >= deadline + _SETTLING_SECONDS:
+            raise dist.DistBackendError(f"{what}: given up, since a rank has ended while the ranks met")
+        time.sleep(nap)
+        nap = min(1.5 * nap, max(_LONGEST_NAP, len(ranks) * _NAP_PER_RANK))
     outcome = store.get("outcome").decode()
     if outcome != _COMPLETE:
         raise dist.DistBackendError(f"{what}: given up, since {outcome}")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 1, 2"."""
+    """As "rank 3" or "ranks 1, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _is_there(store: dist.Store, key: str, patience: timedelta) -> bool:
-    try:
-        store.wait([key], patience)
-    except dist.DistStoreError:
-        return False
-    return True
