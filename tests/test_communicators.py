@@ -283,6 +283,21 @@ def test_a_member_that_does_not_come(tmp_path: Path) -> None:
     launch(a_member_that_does_not_come, 2, tmp_path).check().says("not alone", 2)
 
 
+def mpi4py_first() -> None:
+    from mpi4py import MPI  # without a launcher of MPI each process is a world of its own
+
+    assert MPI.COMM_WORLD.size == 1
+    raises(
+        lambda: multicomm.init(comms=[MPI.COMM_WORLD]), "mpi4py first", ValueError, r"call multicomm.world\(\) before"
+    )
+    say("told")
+
+
+def test_mpi4py_before_multicomm_under_torchrun(tmp_path: Path) -> None:
+    # Open MPI's own singletons leave a segment behind; without shared memory they have none.
+    launch(mpi4py_first, 2, tmp_path, environment={"OMPI_MCA_btl": "self"}).check().says("told", 2)
+
+
 def example() -> None:
     runpy.run_path(str(EXAMPLE), run_name="__main__")
 

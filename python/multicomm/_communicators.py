@@ -292,6 +292,12 @@ def _started_mpi(timeout: timedelta | None) -> ModuleType:
                 "neither an MPI launcher nor torchrun has started this process: launch it with mpirun, srun --mpi=pmix "
                 "or torchrun"
             )
+        started = loaded is not None and loaded.Is_initialized() and not by_mpi
+        if started and loaded.COMM_WORLD.Get_size() != int(os.environ.get("WORLD_SIZE", 0)):
+            raise ValueError(
+                "MPI was initialised, by importing mpi4py.MPI, before multicomm could make MPI's world: under torchrun "
+                "call multicomm.world() before anything imports mpi4py.MPI, or launch with mpirun"
+            )
         dist.init_process_group("multicomm", init_method="mpi://" if by_mpi else "env://", timeout=timeout)
     default = _backend_of(dist.group.WORLD)
     if default is None:
