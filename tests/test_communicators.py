@@ -40,6 +40,7 @@ def check_group(world: MPI.Intracomm, comm: MPI.Intracomm, group: dist.ProcessGr
     """The group has the communicator's rank order, and gives the results of its members."""
     ranks = members(world, comm)
     assert dist.get_process_group_ranks(group) == ranks
+    assert len(set(comm.allgather(group.group_name))) == 1, "members agree on the group's name"
     assert dist.get_rank(group) == comm.rank and dist.get_world_size(group) == comm.size
     data = torch.full((300,), 2.0**world.rank)
     dist.all_reduce(data, group=group)
@@ -108,6 +109,7 @@ def every_kind() -> None:
         same(tensor, torch.full((50,), float(sum(ranks) + len(ranks))), f"sum on {ranks}, all at once")
     # torch's own groups work on as ever: their names count alike on all ranks.
     pair = dist.new_group(sorted({0, world.size - 1}))
+    assert len(set(world.allgather(dist.distributed_c10d._world.group_count))) == 1
     if world.rank in (0, world.size - 1):
         dist.all_reduce(torch.ones(3), group=pair)
     if world.size == 4:  # DDP's imports are slow

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import itertools
 import operator
-import os
-import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,24 +13,15 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 import torch.distributed as dist
 
-from multicomm import _C
-from multicomm._backend import _backend_of, launched_by_mpi
-from multicomm._meeting import meet, name_ranks
+from multicomm._backend import _backend_of
+from multicomm._exchange import agree, digest
+from multicomm._meeting import meet
+from multicomm._mpi import Members, imported_mpi, members_of, started_mpi
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from mpi4py import MPI
-
-_NOT_STARTED = _C.start_description()  # nothing can have started it before this
-_POLL_SECONDS = 0.005
-_MOST_SHOWN = 16  # members of a communicator in a text
-_RULE = (
-    "Every member of a communicator passes it, and as often as the others do; a rank passes only communicators that it "
-    "belongs to. No group was made, and multicomm.init() can be called again."
-)
-
-Members = tuple[int, ...]  # of a communicator: ranks of the world, in the communicator's rank order
 
 
 @dataclass
@@ -99,12 +85,12 @@ def init(comms: Sequence[MPI.Intracomm] | None = None, *, timeout: timedelta | N
             "multicomm.init() was called before in this process: add further communicators by multicomm.add_comm(), or "
             "call torch.distributed.destroy_process_group() first"
         )
-    mpi = _started_mpi(timeout)
+    mpi = started_mpi(timeout)
     wrong: TypeError | ValueError | None = None
     members: list[Members | None] = []
     try:
         chosen = _listed(mpi, comms)
-        members = [_members(mpi, comm, f"comms[{index}]") for index, comm in enumerate(chosen)]
+        members = [members_of(mpi, comm, f"comms[{index}]") for index, comm in enumerate(chosen)]
     except (TypeError, ValueError) as error:  # is told to the others, who wait for this rank
         wrong = error
     default = _default_group()
@@ -112,7 +98,7 @@ def init(comms: Sequence[MPI.Intracomm] | None = None, *, timeout: timedelta | N
     life = next(_attempts)
     rank, size = dist.get_rank(), dist.get_world_size()
     meet("multicomm.init()", f"init/{life}", range(size), rank, patience)
-    numbers = _agree(mpi.COMM_WORLD, members, wrong)
+    numbers = agree(mpi.COMM_WORLD, members, wrong)
     entries: list[_Entry | str] = ["was MPI.COMM_NULL, which this rank is not a member of"] * len(members)
     # In one order on all ranks, though the groups' creation does not need it: errors and tables then read alike.
     for number, index in sorted((number, index) for index, number in enumerate(numbers) if number is not None):
@@ -179,7 +165,7 @@ def world() -> MPI.Intracomm:
         ImportError: mpi4py is missing.
         RuntimeError: MPI could not be started, or mpi4py was built for another MPI library than multicomm.
     """
-    comm: MPI.Intracomm = _started_mpi(None).COMM_WORLD
+    comm: MPI.Intracomm = started_mpi(None).COMM_WORLD
     return comm
 
 
@@ -200,13 +186,13 @@ def add_comm(comm: MPI.Intracomm) -> int:
         ValueError: ``comm`` cannot be a group, or init() was not called.
     """
     passed = _required()
-    members = _members(_imported_mpi(), comm, "comm")
+    members = members_of(imported_mpi(), comm, "comm")
     if members is None:
         raise ValueError(
             f"rank {dist.get_rank()}: comm is MPI.COMM_NULL: this rank is not a member, or the communicator was "
             "freed; only members call multicomm.add_comm()"
         )
-    name = f"comm-{_digest(members).hex()[:8]}.{passed.added[members]}"
+    name = f"comm-{digest(members).hex()[:8]}.{passed.added[members]}"
     passed.entries.append(_entry(comm, members, name, passed.timeout))
     passed.added[members] += 1
     return len(passed.entries) - 1
@@ -262,74 +248,6 @@ def _at(passed: _Passed, index: SupportsIndex) -> _Entry:
     return entry
 
 
-def _imported_mpi() -> ModuleType:
-    """mpi4py.MPI, which is not to start or end MPI where multicomm does."""
-    try:
-        import mpi4py
-
-        if "mpi4py.MPI" not in sys.modules:
-            mpi4py.rc.initialize = mpi4py.rc.finalize = False
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no MPI library
-        raise ImportError(
-            f"MPI communicators need mpi4py, which cannot be imported: {error}. pip install mpi4py (the rest of "
-            "multicomm works without it)"
-        ) from error
-    return MPI
-
-
-def _started_mpi(timeout: timedelta | None) -> ModuleType:
-    """mpi4py.MPI, when torch's world and MPI are up and agree."""
-    if importlib.util.find_spec("mpi4py") is None:
-        _imported_mpi()  # raises, before anything is started
-    loaded = sys.modules.get("mpi4py.MPI")
-    if not dist.is_initialized():
-        by_mpi = launched_by_mpi() or (
-            loaded is not None and loaded.Is_initialized() and not dist.is_torchelastic_launched()
-        )
-        if not by_mpi and "RANK" not in os.environ:
-            raise ValueError(
-                "neither an MPI launcher nor torchrun has started this process: launch it with mpirun, srun --mpi=pmix "
-                "or torchrun"
-            )
-        started = loaded is not None and loaded.Is_initialized() and not by_mpi
-        if started and loaded.COMM_WORLD.Get_size() != int(os.environ.get("WORLD_SIZE", 0)):
-            raise ValueError(
-                "MPI was initialised, by importing mpi4py.MPI, before multicomm could make MPI's world: under torchrun "
-                "call multicomm.world() before anything imports mpi4py.MPI, or launch with mpirun"
-            )
-        dist.init_process_group("multicomm", init_method="mpi://" if by_mpi else "env://", timeout=timeout)
-    default = _backend_of(dist.group.WORLD)
-    if default is None:
-        raise ValueError(
-            f"torch.distributed is initialised with the backend {dist.get_backend()!r}: initialise it with "
-            "'multicomm', or leave it to multicomm.init()"
-        )
-    _await_start(default)
-    mpi = _imported_mpi()  # only now, with MPI up, it makes errors on MPI's world exceptions
-    if not mpi.Is_initialized():
-        raise RuntimeError(
-            f"mpi4py uses another MPI library ({mpi.Get_library_version().split(',')[0]}) than multicomm: install both "
-            "for the same one"
-        )
-    size = mpi.COMM_WORLD.Get_size()
-    if default._global_ranks != list(range(size)):
-        raise ValueError(
-            f"torch's world has the ranks {default._global_ranks} of MPI's world of {size}: MPI communicators need "
-            "torch's world to be MPI's"
-        )
-    return mpi
-
-
-def _await_start(default: _C.ProcessGroupMulticomm) -> None:
-    """MPI starts in the background, with the default group."""
-    while _C.start_description() == _NOT_STARTED:
-        if default.get_error().name != "SUCCESS":
-            dist.barrier()  # raises, and says why MPI did not start
-            raise RuntimeError("MPI could not be started")
-        time.sleep(_POLL_SECONDS)
-
-
 def _default_group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
@@ -349,96 +267,6 @@ def _listed(mpi: ModuleType, comms: Sequence[MPI.Intracomm] | None) -> list[MPI.
     raise TypeError(
         f"rank {dist.get_rank()}: comms must be a list of mpi4py communicators, not {type(comms).__name__}{hint}"
     )
-
-
-def _members(mpi: ModuleType, comm: MPI.Intracomm, argument: str) -> Members | None:
-    """The communicator's members; None for MPI.COMM_NULL."""
-    argument = f"rank {dist.get_rank()}: {argument}"
-    if not isinstance(comm, mpi.Comm):
-        raise TypeError(f"{argument} is not an mpi4py communicator but {type(comm).__name__}")
-    if comm == mpi.COMM_NULL:
-        return None
-    if comm.Is_inter():
-        raise ValueError(
-            f"{argument} is an inter-communicator, whose two sides have no common rank order: pass an "
-            "intra-communicator, such as comm.Merge()"
-        )
-    ours, everybody = comm.Get_group(), mpi.COMM_WORLD.Get_group()
-    ranks = mpi.Group.Translate_ranks(ours, list(range(ours.Get_size())), everybody)
-    ours.Free()
-    everybody.Free()
-    if mpi.UNDEFINED in ranks:
-        raise ValueError(f"{argument} has members outside MPI.COMM_WORLD (spawned ones?), which torch's world lacks")
-    return tuple(ranks)
-
-
-def _agree(everybody: MPI.Intracomm, mine: list[Members | None], wrong: Exception | None) -> list[int | None]:
-    """Numbers of this rank's communicators among those of all ranks; raises on every rank where the lists do not fit.
-
-    Only digests travel as long as all is well: of many ranks the lists themselves would be much.
-    """
-    digests = [None if members is None else _digest(members) for members in mine]
-    table: list[list[bytes | None]] = everybody.allgather(digests)
-    counts = [Counter(row) for row in table]
-    fits = all(
-        counts[member][digest] == counts[everybody.Get_rank()][digest]
-        for members, digest in zip(mine, digests, strict=True)
-        for member in members or ()
-    )
-    verdicts = everybody.allgather(None if fits and wrong is None else str(wrong or ""))
-    complaints = [text for text in verdicts if text]
-    if complaints:
-        if wrong is not None:
-            raise type(wrong)(f"multicomm.init(): {wrong}. {_RULE}") from None
-        raise ValueError("multicomm.init(): what was passed cannot be used: " + "; ".join([*complaints, _RULE]))
-    if any(text is not None for text in verdicts):
-        raise ValueError(_difference(everybody.allgather([members for members in mine if members is not None])))
-    numbers: dict[tuple[bytes, int], int] = {}
-    own: list[int | None] = []
-    for rank, row in enumerate(table):
-        seen: Counter[bytes] = Counter()
-        for digest in row:
-            number = None
-            if digest is not None:
-                number = numbers.setdefault((digest, seen[digest]), len(numbers))
-                seen[digest] += 1
-            if rank == everybody.Get_rank():
-                own.append(number)
-    return own
-
-
-def _difference(table: list[list[Members]]) -> str:
-    """What does not fit, and who passed what, the same on all ranks."""
-    lines = ["multicomm.init(): the ranks do not pass the same communicators:"]
-    counts = [Counter(row) for row in table]
-    for members in dict.fromkeys(itertools.chain.from_iterable(table)):
-        by_count: dict[int, list[int]] = {}
-        for member in members:
-            by_count.setdefault(counts[member][members], []).append(member)
-        if len(by_count) > 1:
-            said = (f"{_times(count)} by {name_ranks(sorted(ranks))}" for count, ranks in sorted(by_count.items()))
-            lines.append(f"  {_show(members)} is passed {', '.join(said)}")
-    lines.append("what each rank passes, as ranks of the world in the communicator's order:")
-    alike: dict[tuple[Members, ...], list[int]] = {}
-    for rank, row in enumerate(table):
-        alike.setdefault(tuple(row), []).append(rank)
-    lines += [f"  {name_ranks(ranks)}: {', '.join(map(_show, row)) or 'none'}" for row, ranks in alike.items()]
-    return "\n".join([*lines, _RULE])
-
-
-def _times(count: int) -> str:
-    return {0: "not", 1: "once"}.get(count, f"{count} times")
-
-
-def _show(members: Members) -> str:
-    if len(members) <= _MOST_SHOWN:
-        return str(list(members))
-    first, last = ", ".join(map(str, members[: _MOST_SHOWN - 2])), members[-1]
-    return f"[{first}, ..., {last}] ({len(members)} ranks)"
-
-
-def _digest(members: Members) -> bytes:
-    return hashlib.sha256(repr(members).encode()).digest()[:16]
 
 
 def _entry(comm: MPI.Intracomm, members: Members, name: str, timeout: timedelta) -> _Entry:
@@ -465,7 +293,7 @@ def _entry(comm: MPI.Intracomm, members: Members, name: str, timeout: timedelta)
 
 
 def _duplicate(entry: _Entry) -> MPI.Intracomm:
-    mpi = _imported_mpi()
+    mpi = imported_mpi()
     if entry.comm != mpi.COMM_NULL:
         return entry.comm.Dup()
     everybody = mpi.COMM_WORLD.Get_group()
