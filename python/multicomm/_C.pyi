@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 class Options:
     def __init__(self, timeout: timedelta = ...) -> None: ...
+    _timeout: timedelta
 
 class ProcessGroupMulticomm:
     def __init__(
@@ -20,6 +21,9 @@ class ProcessGroupMulticomm:
         server_executable: str,
         options: Options,
     ) -> None: ...
+    @property
+    def options(self) -> Options: ...
+    def get_error(self) -> Any: ...
     @property
     def _global_ranks(self) -> list[int]: ...
     @property

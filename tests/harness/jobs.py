@@ -57,8 +57,9 @@ def launch(
     limit: float = 60.0,
     environment: dict[str, str] | None = None,
     hosts: list[list[str]] | None = None,
+    mpirun: bool = False,
 ) -> Job:
-    """Runs `body` on `ranks` ranks under torchrun, or in one plain process where `ranks` is None.
+    """Runs `body` on `ranks` ranks under torchrun or mpirun, or in one plain process where `ranks` is None.
 
     With `hosts` (see two_hosts) that many ranks run on each of them, under a torchrun of their own. The body is a
     function at the top level of a test module. Temporary files of the job go to `folder`.
@@ -69,16 +70,21 @@ def launch(
     temporary.mkdir()
     variables = clean_environment() | {_MARK: mark, "TMPDIR": str(temporary)} | (environment or {})
     call = ["harness.job_main", body.__module__, body.__name__, str(limit - 5)]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *options]
+    python = [sys.executable]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *options] if ranks else []
     places = [([], ["--standalone"])]
     if hosts is not None:
         meet = ["--nnodes", str(len(hosts)), "--master-addr", HOST_ADDRESSES[0], "--master-port", "29512"]
         places = [(host, [*meet, "--node-rank", str(number)]) for number, host in enumerate(hosts)]
+    if mpirun:
+        python, launcher, places = _mpirun(ranks or 1) + python, [*options], [([], [])]
+    elif not ranks:
+        places = [([], [])]
     begin = time.monotonic()
     with (folder / "output").open("w+b") as output:
         processes = [
             subprocess.Popen(
-                [*prefix, sys.executable, *([*launcher, *place] if ranks else []), "-m", *call],
+                [*prefix, *python, *launcher, *place, "-m", *call],
                 env=variables,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -104,6 +110,11 @@ def launch(
         pytest.fail(f"the job did not end within {limit:g} s:\n{job.output[-6000:]}", pytrace=False)
     _check_nothing_is_left(mark, sessions, used, temporary, job.output)
     return job
+
+
+def _mpirun(ranks: int) -> list[str]:
+    words = [str(Path(sys.prefix) / "bin" / "mpirun"), "--oversubscribe", "-n", str(ranks)]
+    return [*words, "--allow-run-as-root"] if os.geteuid() == 0 else words
 
 
 def say(text: str) -> None:
