@@ -137,7 +137,9 @@ def run_program(me: Rank, program: list[Step]) -> None:
 run_program.body = run_program  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("pool", [1, 2, 3, 4], indirect=True, ids=lambda world: f"{world}ranks")
+@pytest.mark.parametrize(
+    "pool", [(None, world) for world in (1, 2, 3, 4)], indirect=True, ids=lambda pool: f"{pool[1]}ranks"
+)
 @pytest.mark.skipif(BACKEND == "gloo", reason="Gloo: lacks some of the combinations (see test_operations)")
 def test_drawn_programs(pool: RankPool, request: pytest.FixtureRequest) -> None:
     drawn = seed_of(request.node.name)
