@@ -6,14 +6,14 @@ Gates hold up streams of the simulated device, so nothing here depends on time. 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Rank, needs_multicomm, on_ranks, raises, same
-from harness.planes import DEVICE, NCCL_DOUBLE
+from harness.planes import DEVICE
+from harness.simulated import kernels
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 pytestmark = needs_multicomm("has no devices")
@@ -185,20 +185,12 @@ class Log:
     """What NCCL is asked for from here on: a line per kernel."""
 
     def __init__(self) -> None:
-        self._library = ctypes.CDLL(str(NCCL_DOUBLE))
-        self._library.nccl_double_log.restype = ctypes.c_size_t
         torch.sim.synchronize()
-        self._seen = len(self._all())
-
-    def _all(self) -> list[str]:
-        size = self._library.nccl_double_log(None, ctypes.c_size_t(0)) + 1
-        text = ctypes.create_string_buffer(size)
-        self._library.nccl_double_log(text, ctypes.c_size_t(size))
-        return text.value.decode().splitlines()
+        self._seen = len(kernels())
 
     def lines(self) -> list[str]:
         torch.sim.synchronize()
-        return [line.split(": ", 1)[1] for line in self._all()[self._seen :]]
+        return [line.split(": ", 1)[1] for line in kernels()[self._seen :]]
 
 
 @on_ranks(2, 3, planes=("nccl",))

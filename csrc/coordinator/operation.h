@@ -75,7 +75,6 @@ class Operation {
   Clock::time_point submitted{};
   Clock::time_point deadline = Clock::time_point::max();
   bool own_deadline = false;  // else it follows the group's time-out
-  int device_index = -1;      // on a device: which
   uint64_t sequence = 0;      // within the group: of collectives, or of point-to-point operations
 
   bool timed = false;  // asks for finished()

@@ -288,11 +288,11 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::endCoalescing() {
 // Of one call, and of one group in one process, all tensors are on one device (or on the CPU): the communicators are
 // that device's.
 void ProcessGroupMulticomm::check_device(const TensorOperation& operation, const char* title) {
+  if (!operation.device && !operation.second_device()) return;
   const char* const colon = std::strchr(title, ':');
   const Where where = at(colon == nullptr ? title : colon + 1);
   TORCH_CHECK_VALUE(!operation.second_device(), where, ": its tensors are on ", operation.first_device(), " and on ",
                     operation.second_device().value_or(c10::Device(c10::kCPU)), "; move them to one device");
-  if (!operation.device) return;
   int bound = -1;
   const int index = operation.device->index();
   const bool fits = device_.compare_exchange_strong(bound, index) || bound == index;

@@ -11,7 +11,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "bootstrap/host_identity.h"
 #include "coordinator/error_text.h"
 #include "transport/device/group_plane.h"
 
@@ -42,11 +41,6 @@ bool oversubscribed() {
 bool device_at_hand() {
   if (at::isPrivateUse1HooksRegistered()) return true;
   return access("/dev/nvidiactl", F_OK) == 0 || access("/dev/dxg", F_OK) == 0;
-}
-
-uint64_t host_hash() {
-  static const uint64_t hash = std::hash<std::string>()(bootstrap::host_identity());
-  return hash;
 }
 
 std::function<void()>& interrupt_check_slot() {
@@ -87,7 +81,7 @@ Runtime::Runtime()
   coordinator_.post([this] { shared_.pollers.attach(launchers_->reports()); });
   shared_.has_device = &device_at_hand;
   shared_.make_device = [this](const mpi::GroupDeviceParts& parts) {
-    return std::make_unique<device::GroupPlane>(parts, settings(), *launchers_, host_hash());
+    return std::make_unique<device::GroupPlane>(parts, settings(), *launchers_);
   };
   coordinator_.on_channel_released = [this](std::shared_ptr<Channel> channel) { maker_.free(std::move(channel)); };
 }

@@ -180,7 +180,6 @@ void TensorOperation::add(const at::Tensor& tensor, const std::vector<int64_t>* 
   tensors_.push_back(tensor);
   if (!tensor.is_cpu()) {
     descriptor.device = DeviceKind::kCuda;
-    device_index = tensor.device().index();
     device = tensor.device();
   }
   add_ranges(tensor, output);

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harness.settings import TESTS, seed_of
+from harness.settings import seed_of
+from harness.simulated import NCCL
 
 _DEVICE = "TEST_DEVICE"
-NCCL_DOUBLE = TESTS.parent / "build/device/libnccl_double.so"
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Plane:
 
     def variables(self, rank: int) -> dict[str, str]:
         """The environment of a rank."""
-        device = {_DEVICE: f"sim:{0 if self.shared else rank}", "MULTICOMM_NCCL_LIBRARY": str(NCCL_DOUBLE)}
+        device = {_DEVICE: f"sim:{0 if self.shared else rank}", "MULTICOMM_NCCL_LIBRARY": str(NCCL)}
         return device | self.environment
 
 

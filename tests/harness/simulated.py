@@ -6,12 +6,13 @@ import ctypes
 import os
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-_LIBRARIES = Path(__file__).resolve().parent.parent.parent / "build/device"
+from harness.settings import TESTS
+
+_LIBRARIES = TESTS.parent / "build/device"
 NCCL = _LIBRARIES / "libnccl_double.so"
 DEVICE_MPI = _LIBRARIES / "libdevice_mpi.so"
 SPEC = "cpu:multicomm,sim:multicomm"

@@ -74,9 +74,8 @@ std::optional<std::pair<size_t, size_t>> sharing(const std::vector<Introduction>
 
 }  // namespace
 
-GroupPlane::GroupPlane(const mpi::GroupDeviceParts& parts, const Settings& settings, Launchers& launchers,
-                       uint64_t host)
-    : parts_(parts), settings_(settings), launchers_(launchers), host_(host) {}
+GroupPlane::GroupPlane(const mpi::GroupDeviceParts& parts, const Settings& settings, Launchers& launchers)
+    : parts_(parts), settings_(settings), launchers_(launchers) {}
 
 void GroupPlane::connect(mpi::Messages& messages) {
   staged_ = std::make_unique<StagedPlane>(parts_.staging, parts_.shared->requests, *parts_.shared->types,
@@ -96,7 +95,7 @@ void GroupPlane::introduce(int peer, const Operation& first, TableEntry& mine) {
   Introduction own{};
   own.nccl_version = api_ == nullptr ? 0 : api_->version;
   own.can_stage = (staged_->has_communicator() || peer >= 0 ? 1 : 0) | (mpi_takes_device_memory() ? 2 : 0);
-  own.device = identity_of(device, host_);
+  own.device = identity_of(device, parts_.host);
   no_nccl_.copy(own.why_not, sizeof(own.why_not) - 1);
   const bool lowest = peer < 0 ? parts_.rank == 0 : parts_.rank < peer;
   if (api_ != nullptr && lowest) {

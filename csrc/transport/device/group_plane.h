@@ -20,8 +20,7 @@ namespace multicomm::device {
 
 class GroupPlane final : public mpi::GroupDevice {
  public:
-  // `staging`: a communicator of the members for what is staged, or null. `host`: hash of this host's identity.
-  GroupPlane(const mpi::GroupDeviceParts& parts, const Settings& settings, Launchers& launchers, uint64_t host);
+  GroupPlane(const mpi::GroupDeviceParts& parts, const Settings& settings, Launchers& launchers);
 
   void introduce(int peer, const Operation& first, TableEntry& mine) override;
   std::string introduced(int peer, const std::vector<TableEntry>& all) override;
@@ -62,7 +61,6 @@ class GroupPlane final : public mpi::GroupDevice {
   const mpi::GroupDeviceParts parts_;
   const Settings& settings_;
   Launchers& launchers_;
-  const uint64_t host_;
   const NcclApi* api_ = nullptr;
   std::string no_nccl_;  // why not
   std::unique_ptr<StagedPlane> staged_;

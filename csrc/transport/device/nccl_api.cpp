@@ -55,7 +55,6 @@ Loaded load(const std::string& given) {
     return loaded;
   }
   NcclApi api;
-  api.path = path;
   std::string missing;
   const auto find = [&](auto& member, const char* symbol, bool needed) {
     member = reinterpret_cast<std::remove_reference_t<decltype(member)>>(dlsym(library, symbol));

@@ -63,7 +63,6 @@ struct NcclConfig {
 
 struct NcclApi {
   int version = 0;  // as ncclGetVersion has it: 22807 for 2.28.7
-  std::string path;
 #define MULTICOMM_NCCL_MEMBER(member, symbol, arguments) NcclResult(*member) arguments = nullptr;
   MULTICOMM_NCCL_FUNCTIONS(MULTICOMM_NCCL_MEMBER)
   MULTICOMM_NCCL_NEWER_FUNCTIONS(MULTICOMM_NCCL_MEMBER)

@@ -3,38 +3,12 @@
 #include <ATen/ATen.h>
 #include <ATen/ops/_foreach_copy.h>
 
-#include <algorithm>
 #include <utility>
+
+#include "coordinator/segments.h"
 
 namespace multicomm::device {
 namespace {
-
-int64_t total_count(const std::vector<Segment>& segments) {
-  int64_t total = 0;
-  for (const Segment& s : segments) total += s.count;
-  return total;
-}
-
-bool equal_counts(const std::vector<Segment>& segments) {
-  return std::all_of(segments.begin(), segments.end(),
-                     [&](const Segment& s) { return s.count == segments.front().count; });
-}
-
-bool adjacent(const std::vector<Segment>& segments, size_t element) {
-  const std::byte* end = nullptr;
-  for (const Segment& s : segments) {
-    if (s.count == 0) continue;
-    if (end != nullptr && s.data != end) return false;
-    end = s.data + static_cast<size_t>(s.count) * element;
-  }
-  return true;
-}
-
-std::byte* first_of(const std::vector<Segment>& segments) {
-  for (const Segment& s : segments)
-    if (s.count > 0) return s.data;
-  return nullptr;
-}
 
 std::optional<NcclType> real_type(DType dtype) {
   switch (dtype) {
@@ -205,7 +179,7 @@ class Builder {
     const Segment& own = inputs[static_cast<size_t>(rank_)];
     for (const Segment& input : inputs) {
       // An output that lies elsewhere in the input than NCCL takes it must not be written while that is read.
-      if (overlap(input, output) && !(&input == &own && input.data == output.data)) {
+      if (overlap(input, output, element_) && !(&input == &own && input.data == output.data)) {
         to = scattered_from_scratch({output});
         break;
       }
@@ -226,16 +200,9 @@ class Builder {
     }
   }
 
-  bool overlap(const Segment& a, const Segment& b) const {
-    return a.count > 0 && b.count > 0 && a.data < b.data + bytes(b.count) && b.data < a.data + bytes(a.count);
-  }
-
   // all_to_all_single(x, x): what arrives must not overwrite what has not been sent.
   std::vector<Segment> apart_from_inputs(std::vector<Segment> outputs) {
-    bool touches = false;
-    for (const Segment& out : outputs)
-      for (const Segment& in : first_.inputs) touches = touches || overlap(in, out);
-    if (!touches) return outputs;
+    if (!overlap(outputs, first_.inputs, element_)) return outputs;
     std::byte* at = scattered_from_scratch(outputs);
     for (Segment& s : outputs) {
       s.data = at;
@@ -314,8 +281,7 @@ class Builder {
 }  // namespace
 
 std::optional<NcclReduction> nccl_reduction(DType dtype, ReduceOp op) {
-  const bool whole = dtype == DType::kBool;
-  if (whole) {
+  if (dtype == DType::kBool) {
     switch (op) {
       case ReduceOp::kSum:
       case ReduceOp::kMax: return NcclReduction{kNcclUint8, kNcclMax, 1};

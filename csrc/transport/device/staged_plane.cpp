@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "coordinator/segments.h"
 #include "transport/device/device_operation.h"
 #include "transport/device/nccl_calls.h"
 
@@ -23,16 +24,6 @@ int64_t largest_count(const Operation& operation) {
 }
 
 constexpr int kTag = -1;  // of messages; monitored barriers have -2 and below
-
-// This rank's own business: its list of outputs may be one tensor's pieces while another's is not.
-bool lies_in_one_piece(const Operation& o) {
-  for (size_t i = 1; i < o.outputs.size(); ++i) {
-    const Segment& before = o.outputs[i - 1];
-    if (o.outputs[i].data != before.data + static_cast<size_t>(before.count) * size_of(o.descriptor.dtype))
-      return false;
-  }
-  return true;
-}
 
 // Whether all members cut it alike. Messages are cut by their pair; of uneven pieces only their owners know the sizes.
 bool can_be_cut(const Batch& batch) { return !batch.fused() && batch.descriptor().count != kUneven; }
@@ -143,7 +134,8 @@ void StagedPlane::stage_out(const FlightPtr& flight) {
     const int64_t pieces = one_each ? size_ : 1;
     const int64_t chunk_count = std::max<int64_t>(1, chunk_bytes_ / (pieces * static_cast<int64_t>(size_of(d.dtype))));
     const bool in_one_call = may_move_on_device(batch);
-    const bool on_device = in_one_call && lies_in_one_piece(*batch.operations.front());
+    // This rank's own business: its list of outputs may be one tensor's pieces while another's is not.
+    const bool on_device = in_one_call && adjacent(batch.operations.front()->outputs, size_of(d.dtype));
     const int64_t largest = largest_count(*batch.operations.front());
     const bool cut = !in_one_call && can_be_cut(batch) && largest > chunk_count;
     flight->chunks.resize(static_cast<size_t>(cut ? (largest + chunk_count - 1) / chunk_count : 1));
@@ -189,15 +181,11 @@ void StagedPlane::lay_out_on_host(const FlightPtr& flight, const OperationPtr& o
   const Operation& o = *operation;
   const size_t element = size_of(o.descriptor.dtype);
   const c10::Device device = flight->launcher->device();
-  const auto bytes_of = [&](const std::vector<Segment>& segments) {
-    int64_t count = 0;
-    for (const Segment& s : segments) count += s.count;
-    return count * static_cast<int64_t>(element);
-  };
   const bool in_place =
       o.inputs.size() == 1 && o.outputs.size() == 1 && o.inputs.front().data == o.outputs.front().data;
-  const int64_t bytes = bytes_of(o.inputs) + (in_place ? 0 : bytes_of(o.outputs));
-  flight->memory.push_back(at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true)));
+  const int64_t count = total_count(o.inputs) + (in_place ? 0 : total_count(o.outputs));
+  flight->memory.push_back(
+      at::empty({count * static_cast<int64_t>(element)}, at::TensorOptions(at::kByte).pinned_memory(true)));
   auto* const base = static_cast<std::byte*>(flight->memory.back().data_ptr());
   for (size_t k = 0; k < flight->chunks.size(); ++k) {
     Chunk& chunk = flight->chunks[k];

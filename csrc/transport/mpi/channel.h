@@ -32,6 +32,7 @@ struct GroupDeviceParts {
   int rank, size;
   std::vector<int> global_ranks;
   int64_t largest_count;
+  uint64_t host;  // hash of this host's identity
 };
 
 // What all groups of a process share.

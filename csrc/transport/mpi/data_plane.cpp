@@ -4,28 +4,10 @@
 #include <cstring>
 
 #include "coordinator/reduce_kernels.h"
+#include "coordinator/segments.h"
 
 namespace multicomm::mpi {
 namespace {
-
-int64_t total_count(const std::vector<Segment>& segments) {
-  int64_t total = 0;
-  for (const Segment& s : segments) total += s.count;
-  return total;
-}
-
-bool adjacent(const std::vector<Segment>& segments, size_t element) {
-  for (size_t i = 1; i < segments.size(); ++i) {
-    const std::byte* end = segments[i - 1].data + static_cast<size_t>(segments[i - 1].count) * element;
-    if (segments[i].count > 0 && segments[i].data != end) return false;
-  }
-  return true;
-}
-
-bool equal_counts(const std::vector<Segment>& segments) {
-  return std::all_of(segments.begin(), segments.end(),
-                     [&](const Segment& s) { return s.count == segments.front().count; });
-}
 
 bool is_half(DType dtype) { return accumulation_type(dtype) != dtype; }
 
@@ -285,7 +267,7 @@ void MpiDataPlane::reduce_scatter(Task& task) {
   const int64_t total = total_count(operation.inputs);
   const int64_t own = operation.outputs.front().count;
   // Packed, so that neither a list nor an output inside the input needs care; the result comes back the same way.
-  std::byte* data = operation.inputs.front().data;
+  std::byte* data = first_of(operation.inputs);
   if (is_half(d.dtype) || !adjacent(operation.inputs, element)) data = pack(task);
   task.received = pool_.take(static_cast<size_t>(own) * element);
   task.unpack = &MpiDataPlane::unpack_staged;
@@ -340,16 +322,9 @@ void MpiDataPlane::exchange(Task& task) {
   const size_t element = size_of(d.dtype);
   std::vector<Segment> outputs = operation.outputs;
   const auto mine = static_cast<size_t>(rank_);
-  const auto overlaps = [&](const Segment& a, const Segment& b) {
-    return a.count > 0 && b.count > 0 && a.data < b.data + static_cast<size_t>(b.count) * element &&
-           b.data < a.data + static_cast<size_t>(a.count) * element;
-  };
   // all_to_all_single(x, x): what arrives must not overwrite what has not been sent.
-  bool staged = operation.abandoned;
-  if (d.kind == OpKind::kAllToAll) {
-    for (const Segment& out : outputs)
-      for (const Segment& in : operation.inputs) staged = staged || overlaps(out, in);
-  }
+  const bool staged =
+      operation.abandoned || (d.kind == OpKind::kAllToAll && overlap(outputs, operation.inputs, element));
   if (staged && !outputs.empty()) {
     task.received = pool_.take(static_cast<size_t>(total_count(outputs)) * element);
     std::byte* at = task.received.data.get();

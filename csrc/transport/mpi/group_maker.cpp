@@ -163,7 +163,7 @@ std::shared_ptr<Channel> make_channel(const GroupRequest& request, MPI_Comm pare
         std::all_of(all.begin(), all.end(), [](const Introduction& each) { return each.device != 0; });
     const MPI_Comm staging = all_have ? Duplicate(parent).get() : MPI_COMM_NULL;
     device = shared.make_device(
-        {&shared, staging, request.rank, static_cast<int>(size), request.ranks, request.largest_count});
+        {&shared, staging, request.rank, static_cast<int>(size), request.ranks, request.largest_count, host});
   }
   return std::make_shared<MpiChannel>(control, data_communicator, shared, std::move(segment), std::move(device),
                                       request.largest_count, identity);
