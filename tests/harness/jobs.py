@@ -72,14 +72,17 @@ def launch(
     call = ["harness.job_main", body.__module__, body.__name__, str(limit - 5)]
     python = [sys.executable]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *options] if ranks else []
-    places = [([], ["--standalone"])]
-    if hosts is not None:
-        meet = ["--nnodes", str(len(hosts)), "--master-addr", HOST_ADDRESSES[0], "--master-port", "29512"]
-        places = [(host, [*meet, "--node-rank", str(number)]) for number, host in enumerate(hosts)]
+    meet: list[list[str]] = [["--standalone"]]
     if mpirun:
-        python, launcher, places = _mpirun(ranks or 1) + python, [*options], [([], [])]
-    elif not ranks:
-        places = [([], [])]
+        python, launcher = _mpirun(ranks or 1) + python, [*options]
+    elif hosts is not None:
+        nodes = ["--nnodes", str(len(hosts)), "--master-addr", HOST_ADDRESSES[0], "--master-port", "29512"]
+        meet = [[*nodes, "--node-rank", str(number)] for number in range(len(hosts))]
+    under_torchrun = ranks is not None and not mpirun
+    places = [
+        (prefix, meet[number] if under_torchrun else [])
+        for number, prefix in enumerate([[]] if hosts is None else hosts)
+    ]
     begin = time.monotonic()
     with (folder / "output").open("w+b") as output:
         processes = [
