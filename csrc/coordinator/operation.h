@@ -76,6 +76,7 @@ class Operation {
   Clock::time_point deadline = Clock::time_point::max();
   bool own_deadline = false;  // else it follows the group's time-out
   uint64_t sequence = 0;      // within the group: of collectives, or of point-to-point operations
+  std::string name{};         // collectives: matched by it; empty: by the order of submission
 
   bool timed = false;  // asks for finished()
 
