@@ -83,9 +83,19 @@ void Coordinator::drain_ready() {
   ready_.clear();
 }
 
+void Coordinator::look_again(GroupState& group, Clock::time_point at) {
+  pauses_.push_back({group.shared_from_this(), at});
+}
+
 bool Coordinator::step(Clock::time_point now) {
+  step_time_ = now;
   const bool polled = progress_.poll() > 0;
   drain_inbox();
+  std::erase_if(pauses_, [&](Pause& pause) {
+    if (pause.until > now) return false;
+    ready_.push_back(std::move(pause.group));
+    return true;
+  });
   const bool moved = polled || !ready_.empty();
   drain_ready();
   while (memory_freed_) {
@@ -139,8 +149,11 @@ Answer Coordinator::answer(const Inquiry& inquiry) {
     if (group->identity() == inquiry.group) {
       known = true;
       answer.submitted = group->sequence();
-      text << "has submitted " << answer.submitted << " collective" << (answer.submitted == 1 ? "" : "s")
-           << " of this group";
+      text << (group->joined() ? "has joined, and " : "") << "has submitted " << answer.submitted << " collective"
+           << (answer.submitted == 1 ? "" : "s") << " of this group";
+      const bool comes = inquiry.join != 0 ? group->joining() : inquiry.name != 0 && group->waits_for(inquiry.name);
+      if (comes || (inquiry.join == 0 && group->joined())) answer.submitted = kTakesPart;
+      else if (inquiry.join != 0 || inquiry.name != 0) answer.submitted = 0;
       if (const ErrorPtr failure = group->failure()) text << ", and given it up";
     }
     const OperationPtr first = group->oldest_unfinished();

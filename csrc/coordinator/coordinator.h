@@ -63,6 +63,9 @@ class Coordinator final : public InquirySink {
   bool active() const;
   void wait_for_memory(GroupState& group);  // made ready when some operation lets its memory go
   void make_ready(GroupState& group);
+  // Made ready again at that time.
+  void look_again(GroupState& group, Clock::time_point at);
+  Clock::time_point step_time() const { return step_time_; }
   // Publishes the result and passes the operation on. `operation` may already be done (given up): then only its memory
   // is let go.
   void settle(OperationPtr operation, ErrorPtr error);
@@ -119,10 +122,16 @@ class Coordinator final : public InquirySink {
   std::vector<GroupPtr> drained_groups_;
   std::vector<std::function<void()>> drained_tasks_;
   std::vector<GroupPtr> memory_waiters_;
+  struct Pause {
+    GroupPtr group;
+    Clock::time_point until;
+  };
+  std::vector<Pause> pauses_;
   std::vector<GroupPtr> closed_;  // until the end of the step
   bool memory_freed_ = false;
   Clock::time_point next_deadline_check_{};
   Clock::time_point now_{};  // of the last check
+  Clock::time_point step_time_{};
 };
 
 }  // namespace multicomm

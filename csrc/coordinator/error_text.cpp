@@ -8,6 +8,12 @@
 namespace multicomm {
 namespace {
 
+// What all members call it.
+std::string id_of(const Operation& operation) {
+  if (is_point_to_point(operation.descriptor.kind)) return "message " + std::to_string(operation.sequence);
+  return "collective " + (operation.name.empty() ? std::to_string(operation.sequence) : "'" + operation.name + "'");
+}
+
 ErrorPtr make_error(ErrorKind kind, std::string message, std::string cause = {}) {
   return std::make_shared<const OperationError>(OperationError{kind, std::move(message), std::move(cause)});
 }
@@ -39,10 +45,7 @@ std::string ranks_that(const std::vector<int>& ranks, const char* one, const cha
   return (ranks.size() == 1 ? "rank " : "ranks ") + rank_list(ranks) + " " + (ranks.size() == 1 ? one : many);
 }
 
-std::string numbered(const Operation& operation) {
-  return (is_point_to_point(operation.descriptor.kind) ? "message " : "collective ") +
-         std::to_string(operation.sequence) + ", " + operation.describe();
-}
+std::string numbered(const Operation& operation) { return id_of(operation) + ", " + operation.describe(); }
 
 std::string group_text(const GroupInfo& info) {
   std::ostringstream text;
@@ -54,7 +57,7 @@ std::string group_text(const GroupInfo& info) {
   return text.str();
 }
 
-ErrorPtr disagreement_error(const GroupInfo& info, uint64_t sequence, const std::vector<TableEntry>& table) {
+ErrorPtr disagreement_error(const GroupInfo& info, const Operation& operation, const std::vector<TableEntry>& table) {
   // Ranks that asked for the same are shown in one line; the order is that of each line's first rank.
   struct Line {
     std::string text;
@@ -68,13 +71,19 @@ ErrorPtr disagreement_error(const GroupInfo& info, uint64_t sequence, const std:
     it->ranks.push_back(info.ranks[r]);
   }
   std::ostringstream message;
-  message << error_prefix(info) << "the ranks disagree on collective " << sequence << ":";
+  message << error_prefix(info) << "the ranks disagree on " << id_of(operation) << ":";
   for (const Line& line : lines) {
     message << "\n  rank" << (line.ranks.size() > 1 ? "s " : " ") << rank_list(line.ranks) << ": " << line.text;
   }
   message << "\nNo tensor was changed and the group can be used further. Make every rank of the group call the same "
-             "operation, with what fits together, in the same order.";
+             "operation, with what fits together, "
+          << (operation.name.empty() ? "in the same order." : "under the same name.");
   return make_error(ErrorKind::kUsage, message.str());
+}
+
+ErrorPtr name_clash_error(const GroupInfo& info, const Operation& operation) {
+  return make_error(ErrorKind::kUsage, error_prefix(info) + numbered(operation) +
+                                           ": another name of this group has the same hash. Choose another name.");
 }
 
 ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank, const std::string& why) {

@@ -14,7 +14,8 @@ std::string ranks_that(const std::vector<int>& ranks, const char* one, const cha
 std::string numbered(const Operation& operation);  // "collective 4, all_reduce(SUM) of Float [3]"
 std::string error_prefix(const GroupInfo& info);   // "multicomm: rank 1: group 'name' (ranks [0, 1]): "
 std::string group_text(const GroupInfo& info);     // "group 'name' (ranks [0, 2])"
-ErrorPtr disagreement_error(const GroupInfo& info, uint64_t sequence, const std::vector<TableEntry>& table);
+ErrorPtr disagreement_error(const GroupInfo& info, const Operation& operation, const std::vector<TableEntry>& table);
+ErrorPtr name_clash_error(const GroupInfo& info, const Operation& operation);
 // `why`: what it said of that, if it did.
 ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank, const std::string& why);
 // `waiting`: one of the operations that it leaves unfinished.

@@ -11,12 +11,20 @@
 #include "coordinator/inline_payload.h"
 #include "coordinator/rank_report.h"
 #include "coordinator/received.h"
+#include "coordinator/stand_in.h"
 
 namespace multicomm {
 namespace {
 
 constexpr std::chrono::milliseconds kMakersWord{1000};
+constexpr std::chrono::microseconds kShortestRest{20}, kLongestRest{1000};
 constexpr std::chrono::seconds kWordOfDeath{3};  // how long a broken transport waits to hear whose death it was
+
+bool is_join(const OperationPtr& operation) { return operation->descriptor.kind == OpKind::kJoin; }
+
+Operation::Clock::time_point after(Operation::Clock::time_point time, Operation::Clock::duration wait) {
+  return Operation::Clock::time_point::max() - time < wait ? Operation::Clock::time_point::max() : time + wait;
+}
 
 }  // namespace
 
@@ -36,7 +44,8 @@ ErrorPtr GroupState::enqueue(const OperationPtr& operation) {
     operation->sequence = next_message_++;
     ++statistics_.point_to_point;
   } else {
-    operation->sequence = next_sequence_.fetch_add(1);
+    // Ranks submit named operations in orders of their own, which must not move the numbers of the others.
+    operation->sequence = operation->name.empty() ? next_sequence_.fetch_add(1) : next_named_++;
     ++statistics_.operations;
   }
   statistics_.bytes += static_cast<uint64_t>(operation->bytes());
@@ -73,9 +82,15 @@ void GroupState::take_submissions() {
     taken_.swap(queue_);
   }
   for (OperationPtr& operation : taken_) {
-    (is_point_to_point(operation->descriptor.kind) ? messages_ : pending_).push_back(std::move(operation));
+    if (is_point_to_point(operation->descriptor.kind)) messages_.push_back(std::move(operation));
+    else if (operation->name.empty() || joining()) pending_.push_back(std::move(operation));  // behind the join
+    else wait_by_name(operation);
   }
   taken_.clear();
+}
+
+void GroupState::wait_by_name(const OperationPtr& operation) {
+  if (!names_.add(operation)) settle(operation, name_clash_error(info_, *operation));
 }
 
 void GroupState::advance() {
@@ -174,17 +189,50 @@ void GroupState::withdraw(const OperationPtr& operation) {
   settle(operation, error);
 }
 
-uint32_t GroupState::fill_record() {
+bool GroupState::joining() const {
+  return std::any_of(pending_.begin(), pending_.end(), is_join);
+}
+
+bool GroupState::joined() const {
+  return !pending_.empty() && is_join(pending_.front()) && names_.empty();
+}
+
+bool GroupState::moved_has(uint64_t name) const {
+  return std::any_of(moved_.begin(), moved_.end(), [&](const auto& match) { return match.hash == name; });
+}
+
+// Returns how much is offered.
+uint64_t GroupState::fill_record() {
   mine_.group_size = static_cast<uint32_t>(info_.size());
   mine_.leaving = leaving_ ? 1 : 0;
   const auto self = static_cast<uint32_t>(info_.ranks[static_cast<size_t>(info_.rank)]);
   mine_.lowest_leaving = leaving_ ? self : kNobody;
   mine_.lowest_failed = announce_failure_ ? self : kNobody;
   mine_.clock = coordinator_.launch_order().clock();
+  mine_.sequence = mine_.newest_join = 0;
+  mine_.offered = mine_.agreed = 0;
+  mine_.active = joined() ? 0 : 1;
+  if (joined()) {
+    if (join_key_ == 0) {
+      join_key_ = rounds_ * mine_.group_size + static_cast<uint32_t>(info_.rank) + 1;
+      join_allowance_ = pending_.front()->deadline - pending_.front()->submitted;
+    }
+    pending_.front()->prepared = true;
+    mine_.newest_join = join_key_;
+    mine_.sequence = pending_.front()->sequence;
+    NamedOperations::fill_joined(mine_.names);
+    return 1;
+  }
+  offer_pending();
+  names_.fill(mine_.names, [this](const OperationPtr& operation) { return enter(operation); });
+  return mine_.offered + mine_.names.submitted.size() + mine_.names.fresh_count;
+}
+
+void GroupState::offer_pending() {
   uint32_t offered = 0;
   InlineLayout layout(mine_.group_size);
   for (const OperationPtr& operation : pending_) {
-    if (offered == kMaxDescriptors || !enter(operation)) break;
+    if (offered == kMaxDescriptors || is_join(operation) || !enter(operation)) break;
     const Descriptor& descriptor = operation->descriptor;
     if (const auto slot = layout.place(descriptor)) {
       std::memset(mine_.payload + slot->offset, 0, slot->bytes);
@@ -192,15 +240,25 @@ uint32_t GroupState::fill_record() {
     } else if (coordinator_.settings().deterministic && layout.eligible(descriptor)) {
       break;  // inline or not must be a function of the size alone: it waits for a record with room
     }
-    mine_.descriptors[offered++] = descriptor;
+    Descriptor& mine = mine_.descriptors[offered++];
+    mine = descriptor;
+    // The sum over all is 0: one that comes again before its time never fits, and a root must be there (see on_round).
+    if (operation->repeated || descriptor.root == info_.rank) ++mine.checksum;
   }
   mine_.offered = mine_.agreed = offered;
-  return offered;
 }
 
 void GroupState::start_round() {
-  if (pending_.empty() && !leaving_ && !announce_failure_) return;  // an idle group sends nothing
-  if (fill_record() == 0 && !leaving_ && !announce_failure_) return;
+  const bool announces = leaving_ || announce_failure_;
+  if (pending_.empty() && names_.empty() && !announces) return;  // an idle group sends nothing
+  if (all_joined_ && !announces) return;
+  const uint64_t offer = fill_record();
+  if (offer == 0 && !announces) return;
+  if (no_progress_ && offer <= last_offer_ && !announces && !joined() && coordinator_.step_time() < round_due_) {
+    if (resting_until_ <= coordinator_.step_time()) coordinator_.look_again(*this, resting_until_ = round_due_);
+    return;
+  }
+  last_offer_ = offer;
   round_active_ = true;
   channel_->control().start_round(mine_, result_, round_done_);
 }
@@ -210,9 +268,43 @@ void GroupState::on_round(const std::string* error) {
   if (error != nullptr) return broken(*error);
   if (const char* what = implausible(mine_, result_)) return broken(std::string("a round came back with ") + what);
   coordinator_.launch_order().learn(result_.clock);
+  ++rounds_;
+  if (result_.active == 0) {
+    all_joined();
+  } else {
+    if (joined()) pending_.front()->deadline = after(coordinator_.step_time(), join_allowance_);
+    const uint32_t covered = covered_prefix();
+    // Taken out first: a launch that fails gives the group up, which clears what is pending.
+    std::vector<OperationPtr> operations = take_covered(covered);
+    mine_.offered = table_ == Table::kNone ? 0 : 1;  // what of the offer the round still asks for
+    mine_.names = {};
+    const size_t inlined = finish_inline(operations);
+    operations.erase(operations.begin(), operations.begin() + static_cast<std::ptrdiff_t>(inlined));
+    take_names(operations);
+    pace_rounds(covered > 0 || table_ != Table::kNone || result_.names.fresh_count > 0 || !operations.empty() ||
+                !moved_.empty());
+    {
+      const std::lock_guard lock(queue_mutex_);
+      ++statistics_.rounds;
+      statistics_.inline_operations += inlined;
+      statistics_.batched_operations += operations.size();
+    }
+    launch_batches(operations);
+    follow_up();
+  }
+  react_to_members();
+  coordinator_.make_ready(*this);
+}
+
+// How many of the operations that were offered are settled by this round; sets what the one behind them asks for.
+uint32_t GroupState::covered_prefix() {
   uint32_t agreed = result_.agreed;
-  for (uint32_t i = 0; i < agreed; ++i)
-    if (result_.descriptors[i].checksum != 0) agreed = i;
+  const bool all_bring = result_.active == static_cast<uint32_t>(info_.size());
+  for (uint32_t i = 0; i < agreed; ++i) {
+    const Descriptor& d = result_.descriptors[i];
+    const bool fits = d.checksum == (d.root >= 0 ? 1u : 0u) && (all_bring || joinable(d));
+    if (!fits) agreed = i;
+  }
   if (fault(Fault::kNoValidation)) agreed = result_.offered;
   table_ = agreed < result_.offered ? Table::kDisagreement : Table::kNone;
   // An operation before which something is still to be exchanged ends the prefix; at its head, it has the round for
@@ -223,22 +315,111 @@ void GroupState::on_round(const std::string* error) {
     table_ = i > 0 ? Table::kNone : devices ? Table::kDevices : Table::kSizes;
     agreed = i;
   }
+  stand_in_ = as_joined() && table_ == Table::kSizes ? stand_in_for(result_.descriptors[agreed]) : nullptr;
+  return agreed;
+}
 
-  // Taken out first: a launch that fails gives the group up, which clears what is pending.
-  const std::vector<OperationPtr> operations(pending_.begin(), pending_.begin() + agreed);
-  pending_.erase(pending_.begin(), pending_.begin() + agreed);
-  mine_.offered = table_ == Table::kNone ? 0 : 1;  // what of the offer the round still asks for
-  const size_t inlined = finish_inline(operations);
+OperationPtr GroupState::stand_in_for(const Descriptor& descriptor) const {
+  auto operation = std::make_shared<StandIn>(descriptor, info_.size());
+  operation->contributors = static_cast<int>(result_.active);
+  return operation;
+}
+
+// The operations of the covered prefix; where this rank has joined, what stands in for its own.
+std::vector<OperationPtr> GroupState::take_covered(uint32_t count) {
+  const bool from_others = as_joined();
+  std::vector<OperationPtr> operations;
+  for (uint32_t i = 0; i < count; ++i) {
+    const Descriptor& agreed = result_.descriptors[i];
+    if (from_others) {
+      operations.push_back(stand_in_for(agreed));
+    } else {
+      pending_.front()->contributors = static_cast<int>(result_.active);
+      operations.push_back(std::move(pending_.front()));
+      pending_.pop_front();
+    }
+    if (moved_.empty()) continue;
+    // Inline or not must then be a function of the size alone, and only what is compared rides in the record.
+    const bool compared_again =
+        coordinator_.settings().deterministic && InlineLayout(mine_.group_size).eligible(agreed);
+    Descriptor own = operations.back()->descriptor;
+    if (from_others) own.checksum = 0;
+    if (!compared_again) names_.agreed(moved_.front(), own);
+    moved_.pop_front();
+  }
+  return operations;
+}
+
+// What is waiting everywhere under a name joins those that are agreed, or goes to the front of what is still to be
+// compared: a place that all members' queues have.
+void GroupState::take_names(std::vector<OperationPtr>& operations) {
+  if (table_ == Table::kNone) {  // else what is pending here has a head that is asked about
+    auto matches = names_.match(result_.names, result_.active < static_cast<uint32_t>(info_.size()));
+    for (OperationPtr& operation : matches.agreed) operations.push_back(std::move(operation));
+    std::vector<OperationPtr> fresh;
+    for (const auto& match : matches.submitted)
+      if (match.operation) fresh.push_back(match.operation);
+    pending_.insert(pending_.begin(), fresh.begin(), fresh.end());
+    for (auto it = matches.submitted.rbegin(); it != matches.submitted.rend(); ++it)
+      moved_.push_front({it->slot, it->hash, nullptr});
+  }
+  names_.learn(result_.names);
+}
+
+// Members that wait for each other's names would ask without end whether there are any: without progress and without
+// anything new, the next round waits a moment, in proportion to the wait so far.
+void GroupState::pace_rounds(bool progress) {
+  const auto now = coordinator_.step_time();
+  no_progress_ = !progress;
+  if (progress) last_progress_ = now;
+  else
+    round_due_ = now + std::clamp<Operation::Clock::duration>((now - last_progress_) / 8, kShortestRest, kLongestRest);
+}
+
+void GroupState::all_joined() {
+  if (!joined()) return;  // given up meanwhile
+  all_joined_ = true;
+  join_key_ = 0;
+  pending_.front()->peer = static_cast<int>((result_.newest_join - 1) % mine_.group_size);
+  // Ranks that joined early have submitted less: from here on all count alike.
+  const uint64_t missed = result_.sequence - pending_.front()->sequence;
+  const auto catch_up = [&](const auto& operations) {
+    for (const OperationPtr& operation : operations)
+      if (operation->name.empty() && !is_point_to_point(operation->descriptor.kind)) operation->sequence += missed;
+  };
+  catch_up(pending_);
   {
     const std::lock_guard lock(queue_mutex_);
-    ++statistics_.rounds;
-    statistics_.inline_operations += inlined;
-    statistics_.batched_operations += operations.size() - inlined;
+    catch_up(queue_);
+    next_sequence_ += missed;
   }
-  launch_batches({operations.begin() + static_cast<std::ptrdiff_t>(inlined), operations.end()});
-  follow_up();
-  react_to_members();
+  if (batches_.empty()) end_join();
+}
+
+// Not before what this rank takes part in is over: nobody would drive it.
+void GroupState::end_join() {
+  all_joined_ = false;
+  const OperationPtr join = std::move(pending_.front());
+  pending_.pop_front();
+  const auto next_join = std::find_if(pending_.begin(), pending_.end(), is_join);
+  const std::vector<OperationPtr> later(pending_.begin(), next_join);
+  pending_.erase(pending_.begin(), next_join);
+  auto place = pending_.begin();
+  for (const OperationPtr& operation : later) {
+    if (operation->name.empty()) place = std::next(pending_.insert(place, operation));
+    else wait_by_name(operation);
+  }
+  settle(join, nullptr);
   coordinator_.make_ready(*this);
+}
+
+OperationPtr GroupState::take_asked_about() {
+  if (!moved_.empty()) moved_.pop_front();
+  if (stand_in_) return std::exchange(stand_in_, nullptr);
+  if (as_joined()) return nullptr;
+  OperationPtr operation = std::move(pending_.front());
+  pending_.pop_front();
+  return operation;
 }
 
 // Every member has read the same result, so every member starts the same here, before any further round. The next round
@@ -250,13 +431,19 @@ void GroupState::follow_up() {
   if (order_due_ && order_active_) return;  // on_order() comes back here
   if (order_due_) start_order();
   if (broken_ || round_active_) return;
-  if (table_ == Table::kDisagreement) start_table(pending_.front()->describe());
-  if (table_ == Table::kSizes) start_table(std::to_string(pending_.front()->inputs.front().count));
+  if (table_ == Table::kDisagreement) start_table(text_for_others());
+  if (table_ == Table::kSizes) start_table(std::to_string(asked_about()->inputs.front().count));
   if (table_ == Table::kDevices) {
     my_entry_ = {};
     guarded([&] { channel_->device()->introduce(-1, *pending_.front(), my_entry_); });
     if (!broken_) start_table();
   }
+}
+
+std::string GroupState::text_for_others() const {
+  if (as_joined()) return "has joined, so that it takes part in nothing that needs every rank's own data";
+  const Operation& operation = *pending_.front();
+  return operation.describe() + (operation.repeated ? ", again, while the one before it had not begun" : "");
 }
 
 bool GroupState::introduction_due(const Descriptor& descriptor) const {
@@ -417,6 +604,8 @@ GroupState::BatchInFlight& GroupState::new_flight(Batch batch) {
 void GroupState::launch(BatchInFlight& flight, bool more) {
   if (broken_) return strand(flight);
   guarded([&] {
+    for (const OperationPtr& operation : flight.batch.operations)
+      if (!operation->prepared) operation->prepare();  // stands in for one of this rank's
     if (flight.batch.descriptor().device == DeviceKind::kCpu) return channel_->data().launch(flight.batch, flight);
     if (channel_->device() == nullptr) throw std::runtime_error("this group moves no device tensors");
     channel_->device()->launch(flight.batch, more, flight);
@@ -449,6 +638,7 @@ void GroupState::end(BatchInFlight& flight, const ErrorPtr& error) {
   const auto operations = std::move(flight.batch.operations);
   batches_.erase(flight.self);  // `flight` is gone from here on
   for (const OperationPtr& operation : operations) settle(operation, error);
+  if (all_joined_ && batches_.empty()) end_join();
 }
 
 void GroupState::start_table(const std::string& mine) {
@@ -466,8 +656,8 @@ void GroupState::start_table() {
 void GroupState::on_piece_sizes(const std::vector<TableEntry>& entries) {
   const auto sizes = piece_sizes(entries);
   if (!sizes) return broken("a member sent no size where its piece's size was due");
-  const OperationPtr operation = std::move(pending_.front());
-  pending_.pop_front();
+  const OperationPtr operation = take_asked_about();
+  operation->contributors = static_cast<int>(result_.active);
   try {
     operation->set_piece_sizes(*sizes);
   } catch (const std::exception& failure) {
@@ -491,8 +681,7 @@ void GroupState::on_devices(const std::vector<TableEntry>& entries) {
     if (const ErrorPtr failed = failure()) fail_pending(failed);
     return;
   }
-  const OperationPtr operation = std::move(pending_.front());
-  pending_.pop_front();
+  const OperationPtr operation = take_asked_about();
   settle(operation, no_device_error(info_, *operation, why));
 }
 
@@ -516,9 +705,8 @@ void GroupState::on_table(const std::string* error) {
     follow_up();
     return coordinator_.make_ready(*this);
   }
-  const OperationPtr operation = std::move(pending_.front());
-  pending_.pop_front();
-  settle(operation, disagreement_error(info_, operation->sequence, entries));
+  if (const OperationPtr operation = take_asked_about())
+    settle(operation, disagreement_error(info_, *operation, entries));
   coordinator_.make_ready(*this);
 }
 
@@ -595,6 +783,10 @@ void GroupState::fail_pending(const ErrorPtr& error) {
     pending_.pop_back();
     settle(operation, error);
   }
+  for (const OperationPtr& operation : names_.take_all_but(round_active_ ? mine_.names : NameRecord()))
+    settle(operation, error);
+  names_.for_each([&](const OperationPtr& operation) { abandon(operation, error); });
+  if (pending_.empty()) all_joined_ = false;
   for (const OperationPtr& operation : std::exchange(messages_, {})) settle(operation, error);
 }
 
@@ -690,6 +882,9 @@ void GroupState::for_unfinished(Use use) const {
   for (const BatchInFlight& flight : batches_) each(flight.batch.operations, true);
   each(stranded_, true);
   each(pending_, false);
+  names_.for_each([&](const OperationPtr& operation) {
+    if (!operation->abandoned) use(operation, false);
+  });
   each(messages_, false);
   each(posted_messages_, false);
 }

@@ -13,6 +13,7 @@
 
 #include "coordinator/batch.h"
 #include "coordinator/launch_order.h"
+#include "coordinator/names.h"
 #include "coordinator/operation.h"
 #include "coordinator/record.h"
 #include "coordinator/stall.h"
@@ -77,6 +78,9 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void set_timeout(std::chrono::milliseconds timeout);
   uint64_t identity() const { return channel_ ? channel_->identity() : 0; }  // 0: not made yet
   OperationPtr oldest_unfinished() const;
+  bool waits_for(uint64_t name) const { return names_.waits_for(name) || moved_has(name); }
+  bool joining() const;  // has called join, and others have not
+  bool joined() const;   // and has nothing of its own left: takes part in what the others do
   GroupReport report(Operation::Clock::time_point now) const;
   void answered(int global_rank, const Answer& answer);
   void told(const Notice& notice);
@@ -130,11 +134,25 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void inspect(const Waiting& waiting, Operation::Clock::time_point now);
   Stall& stall_of(const Operation& operation) { return stalls_[is_point_to_point(operation.descriptor.kind) ? 1 : 0]; }
   void take_submissions();
+  void wait_by_name(const OperationPtr& operation);
   void post_point_to_point();
   bool enter(const OperationPtr& operation);
-  uint32_t fill_record();
+  uint64_t fill_record();
+  void offer_pending();
   void start_round();
   void on_round(const std::string* error);
+  uint32_t covered_prefix();
+  bool as_joined() const { return mine_.active == 0; }  // what this rank was in the last round
+  std::vector<OperationPtr> take_covered(uint32_t count);
+  OperationPtr stand_in_for(const Descriptor& descriptor) const;
+  std::string text_for_others() const;
+  void take_names(std::vector<OperationPtr>& operations);
+  void pace_rounds(bool progress);
+  void all_joined();
+  void end_join();
+  OperationPtr asked_about() const { return stand_in_ ? stand_in_ : pending_.front(); }
+  OperationPtr take_asked_about();
+  bool moved_has(uint64_t name) const;
   void follow_up();
   // What the last round asks for is not started, or not over where the next round depends on it.
   bool round_busy() const { return round_active_ || order_due_ || table_ != Table::kNone; }
@@ -184,13 +202,17 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   GroupStatistics statistics_;       // guarded by queue_mutex_
   std::atomic<uint64_t> next_sequence_{0};
   uint64_t next_message_ = 0;  // guarded by queue_mutex_; numbers point-to-point operations apart
+  uint64_t next_named_ = 0;    // guarded by queue_mutex_; and named ones
   std::atomic<bool> closed_{false};
   std::atomic<bool> device_given_up_{false};
   std::atomic<int64_t> unfinished_{0};
 
   // Driver.
   std::shared_ptr<Channel> channel_;
-  std::deque<OperationPtr> pending_;           // collectives that no finished round has covered, in order
+  std::deque<OperationPtr> pending_;  // collectives that no finished round has covered, in order
+  NamedOperations names_;             // collectives with a name, until every member has submitted them
+  // At the front of every member's pending_ (but not where it has joined): those that every member has submitted.
+  std::deque<NamedOperations::Match> moved_;
   std::deque<OperationPtr> messages_;          // point-to-point operations not yet posted
   std::vector<OperationPtr> posted_messages_;  // in the data plane's hands
   std::list<BatchInFlight> batches_;
@@ -219,6 +241,17 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   std::vector<OperationPtr> stranded_;  // of failed batches, until then
   bool announce_failure_ = false;       // peers have not been told yet that this rank gave the group up
   bool waits_for_memory_ = false;
+  // A round in which nothing came together is not repeated at once, unless there is something new to offer.
+  bool no_progress_ = false;
+  uint64_t last_offer_ = 0;
+  Operation::Clock::time_point last_progress_{};
+  Operation::Clock::time_point round_due_{};
+  Operation::Clock::time_point resting_until_{};  // then the coordinator makes this group ready
+  uint64_t rounds_ = 0;    // finished; the same on all members
+  uint64_t join_key_ = 0;  // when this rank joined and which it is, as all members compare it: by rounds_, then rank
+  Operation::Clock::duration join_allowance_{};  // a join waits for so long since the last round
+  bool all_joined_ = false;
+  OperationPtr stand_in_;  // what a table is about, on a rank that has joined
   ErrorPtr preparation_failed_;
   Stall stalls_[2] = {Stall(0), Stall(1)};  // of collectives, of messages
   Record mine_;

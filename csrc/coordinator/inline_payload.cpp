@@ -35,6 +35,7 @@ std::optional<size_t> InlineLayout::bytes_of(const Descriptor& d) const {
     case OpKind::kReduceScatter: pieces = group_size_; break;
     case OpKind::kAllToAll:
     case OpKind::kGatherVariable:
+    case OpKind::kJoin:
     case OpKind::kSend:
     case OpKind::kRecv: return std::nullopt;
   }
@@ -92,7 +93,8 @@ void unpack_inline(Operation& operation, int rank, int group_size, std::byte* pa
   }
   for (const Segment& s : operation.outputs) {
     if (is_reduction(d.kind)) {
-      if (d.reduce_op == ReduceOp::kAvg) finish_average(accumulation_type(d.dtype), payload, s.count, group_size);
+      if (d.reduce_op == ReduceOp::kAvg)
+        finish_average(accumulation_type(d.dtype), payload, s.count, operation.contributors_of(group_size));
       narrow(d.dtype, s.data, payload, s.count);
     } else {
       copy_out(s, payload, element);

@@ -75,17 +75,23 @@ class Operation {
   Clock::time_point submitted{};
   Clock::time_point deadline = Clock::time_point::max();
   bool own_deadline = false;  // else it follows the group's time-out
-  uint64_t sequence = 0;      // within the group: of collectives, or of point-to-point operations
+  // Within the group: of collectives, or of point-to-point operations. The driver moves what comes after a join.
+  std::atomic<uint64_t> sequence{0};
   std::string name{};         // collectives: matched by it; empty: by the order of submission
+  bool repeated = false;      // driver: another one of its name was still waiting when it came
+  int contributors = 0;       // driver: members that bring something, where some have joined; 0: all
 
   bool timed = false;  // asks for finished()
 
   uint64_t ticket = 0;  // place among all submissions of the process
 
-  // Point-to-point only.
+  // Point-to-point only, but for the result of a join: the last member to come.
   int peer = -1;  // group rank; -1 receives from any source
   int tag = 0;
   int64_t bytes() const;  // of a point-to-point message, or of what this rank brings to a collective
+
+  // What an average divides by.
+  int contributors_of(int group_size) const { return contributors > 0 ? contributors : group_size; }
 
   bool done() const { return done_.load(std::memory_order_acquire); }
   // On a device: it is in the device's queue, so that a stream can be made to wait for it.

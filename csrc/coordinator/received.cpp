@@ -3,15 +3,38 @@
 #include <charconv>
 #include <cstring>
 
+#include "coordinator/reduce_kernels.h"
 #include "transport/transport.h"
 
 namespace multicomm {
 
+namespace {
+
+// Whether a rank that has joined can stand in for it.
+bool possible(const Descriptor& d, uint32_t group_size) {
+  constexpr uint64_t kMost = uint64_t{1} << 56;
+  const bool combines = is_reduction(d.kind);
+  const bool uneven = d.count == kUneven && (d.kind == OpKind::kAllGather || d.kind == OpKind::kReduceScatter ||
+                                             d.kind == OpKind::kGatherVariable);
+  return d.kind <= OpKind::kRecv && size_of(d.dtype) > 0 && d.device <= DeviceKind::kCuda &&
+         d.root < static_cast<int32_t>(group_size) && (uneven || d.count <= kMost / group_size) &&
+         d.reduce_op <= ReduceOp::kPremulSum && (!combines || can_reduce(d.dtype, d.reduce_op));
+}
+
+}  // namespace
+
 const char* implausible(const Record& mine, const Record& result) {
-  if (result.offered > mine.offered || result.agreed > result.offered) return "more operations than were offered";
+  if (result.active > mine.group_size || result.active < mine.active) return "other members than there are";
+  const uint32_t most = mine.active > 0 ? mine.offered : result.active > 0 ? kMaxDescriptors : 0;
+  if (result.offered > most || result.agreed > result.offered) return "more operations than were offered";
   for (uint32_t i = 0; i < result.agreed; ++i) {
-    if (!result.descriptors[i].agrees_with(mine.descriptors[i])) return "an operation that this rank did not offer";
+    const Descriptor& d = result.descriptors[i];
+    if (mine.active > 0 ? !d.agrees_with(mine.descriptors[i]) : !possible(d, mine.group_size))
+      return "an operation that this rank did not offer";
   }
+  if (!result.names.submitted.within(mine.names.submitted) || !result.names.unchanged.within(mine.names.unchanged))
+    return "names that this rank did not offer";
+  if (result.names.fresh_count > kNewNames) return "more new names than a round takes";
   if (result.leaving > mine.group_size) return "more members that leave than there are";
   return nullptr;
 }

@@ -6,10 +6,11 @@
 #include <type_traits>
 
 #include "coordinator/descriptor.h"
+#include "coordinator/names.h"
 
 namespace multicomm {
 
-inline constexpr uint32_t kProtocolVersion = 1;
+inline constexpr uint32_t kProtocolVersion = 2;
 inline constexpr uint32_t kMaxDescriptors = 48;  // "W": operations offered in one round
 inline constexpr size_t kInlineBytes = 1024;
 inline constexpr uint32_t kNobody = UINT32_MAX;
@@ -23,8 +24,14 @@ struct Record {
   uint32_t leaving = 0;               // sum: members that have destroyed the group
   uint32_t lowest_leaving = kNobody;  // minimum over ranks
   uint32_t lowest_failed = kNobody;   // minimum: a member that gave the group up (time-out, abort)
-  uint32_t reserved[2] = {};
-  uint64_t clock = 0;  // maximum: the logical clock of the launch order
+  // Sum: members that bring operations; a record is theirs, or one of a member that has joined, which goes along with
+  // whatever the others agree on.
+  uint32_t active = 1;
+  uint32_t reserved = 0;
+  uint64_t clock = 0;        // maximum: the logical clock of the launch order
+  uint64_t sequence = 0;     // maximum: of the join, where the member has joined
+  uint64_t newest_join = 0;  // maximum: when a member joined, and which (see GroupState)
+  NameRecord names;
   alignas(16) Descriptor descriptors[kMaxDescriptors];
   alignas(16) std::byte payload[kInlineBytes];
 };

@@ -51,6 +51,26 @@ T multiply(T a, T b) {
   }
 }
 
+template <typename T>
+T identity(ReduceOp op) {
+  if constexpr (IsComplex<T>::value) {
+    using Real = typename T::value_type;
+    return op == ReduceOp::kProduct ? T(1) : T(-Real(0), -Real(0));
+  } else {
+    using Limits = std::numeric_limits<T>;
+    constexpr bool kInfinite = Limits::has_infinity;
+    switch (op) {
+      case ReduceOp::kProduct: return T(1);
+      case ReduceOp::kMin: return kInfinite ? Limits::infinity() : Limits::max();
+      case ReduceOp::kMax: return kInfinite ? -Limits::infinity() : Limits::lowest();
+      case ReduceOp::kBitAnd:
+        if constexpr (std::is_integral_v<T>) return static_cast<T>(~T(0));
+        return T(0);
+      default: return std::is_floating_point_v<T> ? -T(0) : T(0);
+    }
+  }
+}
+
 template <typename T, typename F>
 void apply(void* dst, const void* src, int64_t count, F f) {
   T* d = static_cast<T*>(dst);
@@ -191,6 +211,23 @@ void narrow(DType dtype, void* dst, const void* src, int64_t count) {
   } else if (count > 0 && dst != src) {
     std::memcpy(dst, src, static_cast<size_t>(count) * size_of(dtype));
   }
+}
+
+void fill_identity(DType dtype, ReduceOp op, void* data, int64_t count) {
+  const size_t element = size_of(dtype);
+  alignas(16) std::byte wide[16] = {}, one[16] = {};
+  if (dtype == DType::kBool) {
+    wide[0] = std::byte(op == ReduceOp::kProduct || op == ReduceOp::kMin || op == ReduceOp::kBitAnd ? 1 : 0);
+  } else {
+    with_type(accumulation_type(dtype), [&](auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      const T value = identity<T>(op);
+      std::memcpy(wide, &value, sizeof(T));
+    });
+  }
+  narrow(dtype, one, wide, 1);
+  for (int64_t i = 0; i < count; ++i)
+    std::memcpy(static_cast<std::byte*>(data) + static_cast<size_t>(i) * element, one, element);
 }
 
 void finish_average(DType dtype, void* data, int64_t count, int ranks) {

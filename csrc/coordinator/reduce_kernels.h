@@ -26,6 +26,10 @@ void unify_nans(DType dtype, void* data, int64_t count);
 void widen(DType dtype, void* dst, const void* src, int64_t count);
 void narrow(DType dtype, void* dst, const void* src, int64_t count);
 
+// Fills with what changes nothing in a reduction, of the caller's type: -0 in sums of floating-point numbers, since +0
+// would turn a -0. `op` has a meaning for `dtype`.
+void fill_identity(DType dtype, ReduceOp op, void* data, int64_t count);
+
 // Divides sums by `ranks`; integers truncate towards zero, as NCCL does. `dtype` must be an accumulation type.
 void finish_average(DType dtype, void* data, int64_t count, int ranks);
 

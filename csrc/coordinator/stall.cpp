@@ -4,6 +4,7 @@
 
 #include "coordinator/error_text.h"
 #include "coordinator/group_state.h"
+#include "coordinator/names.h"
 #include "coordinator/received.h"
 
 namespace multicomm {
@@ -24,7 +25,11 @@ void Stall::ask(const GroupInfo& info, const Operation& operation, uint64_t grou
     if (r == info.rank || (message && operation.peer >= 0 && r != operation.peer)) continue;
     peers_.push_back(r);
     const int global = info.ranks[static_cast<size_t>(r)];
-    if (!is_dead(global)) plane.ask(global, {.group = group, .number = number_});
+    if (!is_dead(global))
+      plane.ask(global, {.group = group,
+                         .number = number_,
+                         .name = operation.name.empty() ? 0 : hash_of_name(operation.name),
+                         .join = operation.descriptor.kind == OpKind::kJoin ? uint8_t{1} : uint8_t{0}});
   }
 }
 
@@ -50,7 +55,7 @@ std::string Stall::describe(const GroupInfo& info, const Operation& operation) c
       dead.push_back(global);
     } else if (answer == answers_.end()) {
       silent.push_back(global);
-    } else if (message || answer->second.submitted <= operation.sequence) {
+    } else if (message || (answer->second.submitted != kTakesPart && answer->second.submitted <= operation.sequence)) {
       missing.push_back(global);
       lines += "\n  rank " + std::to_string(global) + " " + text_in(answer->second.text, sizeof(answer->second.text));
     }

@@ -14,6 +14,7 @@ const char* name_of(OpKind kind) {
     case OpKind::kScatter: return "scatter";
     case OpKind::kGatherVariable: return "all_gather of variable sizes";
     case OpKind::kBarrier: return "barrier";
+    case OpKind::kJoin: return "join";
     case OpKind::kSend: return "send";
     case OpKind::kRecv: return "recv";
   }

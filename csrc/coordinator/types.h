@@ -17,6 +17,7 @@ enum class OpKind : uint8_t {
   kScatter,
   kGatherVariable,  // an all_gather whose sizes only their owners know until all members have submitted
   kBarrier,
+  kJoin,  // this rank has no more to submit: it takes part in what the others do until all have joined
   kSend,
   kRecv,
 };

@@ -219,7 +219,8 @@ std::string TensorOperation::describe() const {
   text << name_of(descriptor.kind);
   if (descriptor.reduce_op != ReduceOp::kNone) text << '(' << name_of(descriptor.reduce_op) << ')';
   switch (descriptor.kind) {
-    case OpKind::kBarrier: return text.str();
+    case OpKind::kBarrier:
+    case OpKind::kJoin: return text.str();
     case OpKind::kBroadcast:
     case OpKind::kScatter: text << " from rank " << shown_root_; break;
     case OpKind::kReduce:

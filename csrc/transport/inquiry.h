@@ -11,13 +11,18 @@ namespace multicomm {
 struct Inquiry {
   uint64_t group;   // identity that all its members know, see Channel::identity
   uint64_t number;  // the asker's; comes back with the answer
+  uint64_t name;    // hash of the operation's; 0: it has none
+  uint8_t join;     // 1: it is a join
 };
+
+inline constexpr uint64_t kTakesPart = UINT64_MAX;
 
 struct Answer {
   uint64_t group;
   uint64_t number;
-  uint64_t submitted;  // collectives of the group that this rank has submitted
-  char text[488];      // what it is doing, for people
+  // Collectives of the group that this rank has submitted. kTakesPart: in the one that was asked about, at least.
+  uint64_t submitted;
+  char text[488];  // what it is doing, for people
 };
 
 // A member has given a group up, and tells all others.

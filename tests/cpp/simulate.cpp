@@ -4,8 +4,9 @@
 //
 // Each rank runs the real coordinator and the real driver, with its coordinator thread and one to three user threads as
 // fibers; a seeded scheduler decides every switch of threads and every delivery, and time is virtual. A program makes
-// groups, runs collectives on host and device, messages, and destroys groups; it is legal per group, and each rank
-// interleaves its groups as it likes. A device runs strictly in launch order and blocks until all members have come.
+// groups, runs collectives on host and device, messages, and destroys groups; members join; it is legal per group, and
+// each rank interleaves its groups as it likes, and moves what has a name. A device runs strictly in launch order and
+// blocks until all members have come.
 //
 // In some seeds one thing goes wrong: a rank dies or is stopped for a while, a member never comes, leaves early or
 // aborts, or asks for something else than its peers. Checked: every operation ends; with the right result, or with an
@@ -69,11 +70,14 @@ enum class Trouble { kNone, kAbsent, kDies, kStopped, kLeaves, kAborts };
 
 // One thing that a program does, on all members of a group; a message on two of them.
 struct Step {
-  enum class Kind { kMake, kCollective, kMessage, kDestroy } kind;
+  enum class Kind { kMake, kCollective, kMessage, kJoin, kDestroy } kind;
   size_t group;
   Descriptor descriptor{};
   size_t buffer = 0;
   int deviant = -1;              // member whose descriptor differs
+  std::string name{};            // of a collective that ranks may submit in different orders
+  std::vector<bool> absent{};    // by member: has joined before; empty: nobody has
+  bool senseless = false;        // without those that have joined
   int source = -1, target = -1;  // members, of a message
   int tag = 0;
   bool any_source = false;
@@ -88,6 +92,9 @@ struct Group {
   std::vector<GroupPtr> handles;  // by member
   size_t steps_left = 0;          // while planning
   size_t operations = 0;
+  size_t named = 0;
+  size_t join_left = 0;  // while planning: steps until all have joined
+  std::vector<bool> joined{};
   bool affected = false;
 };
 
@@ -95,6 +102,7 @@ struct Buffer {
   std::vector<std::vector<int64_t>> first, values;  // by rank
   size_t group = 0;                                 // that it was made for
   bool had_message = false;
+  bool own = false;  // used once
   DeviceKind device = DeviceKind::kCpu;
 };
 
@@ -152,6 +160,8 @@ class Program {
     threads_ = chance(60) ? 1 : pick(2, 3);
     network_share_ = static_cast<unsigned>(pick(2, 40));
     with_device_ = chance(60);
+    with_names_ = chance(50);
+    with_joins_ = chance(30);
   }
 
   void plan_groups() {
@@ -228,13 +238,40 @@ class Program {
       const size_t number = active[at];
       Group& group = groups_[number];
       if (group.steps_left-- > 0) {
+        plan_join(number);
         plan_operation(number);
         continue;
       }
+      if (group.join_left > 0) end_join(number);
       steps_.push_back({.kind = Kind::kDestroy, .group = number});
       active.erase(active.begin() + static_cast<std::ptrdiff_t>(at));
     }
     for (Step& step : steps_) step.calls.resize(groups_[step.group].members.size());
+  }
+
+  // From time to time members stop one after the other, until all have joined.
+  void plan_join(size_t number) {
+    Group& group = groups_[number];
+    const size_t size = group.members.size();
+    if (group.join_left == 0 && with_joins_ && !shares_memory_ && size > 1 && chance(10)) {
+      group.join_left = pick(1, 8);
+      group.joined.assign(size, false);
+    }
+    if (group.join_left == 0) return;
+    if (--group.join_left == 0) return end_join(number);
+    const size_t member = pick(0, size - 1);
+    const auto others = static_cast<size_t>(std::count(group.joined.begin(), group.joined.end(), false));
+    if (chance(50) && others > 1) group.joined[member] = true;
+  }
+
+  void end_join(size_t number) {
+    groups_[number].join_left = 0;
+    groups_[number].joined.clear();
+    steps_.push_back({.kind = Kind::kJoin, .group = number});
+  }
+
+  bool is_absent(const Step& step, int member) const {
+    return !step.absent.empty() && step.absent[static_cast<size_t>(member)];
   }
 
   size_t new_buffer(size_t size) {
@@ -253,7 +290,7 @@ class Program {
     if (chance(25)) {
       std::vector<size_t> known;
       for (size_t b = 0; b < buffers_.size(); ++b)
-        if (shares_memory_ || buffers_[b].group == group) known.push_back(b);
+        if (!buffers_[b].own && (shares_memory_ || buffers_[b].group == group)) known.push_back(b);
       if (!known.empty()) return any(known);
     }
     const size_t sizes[] = {0, 1, pick(2, 100), pick(100, 200), pick(200, 1000)};
@@ -263,15 +300,22 @@ class Program {
   }
 
   void plan_operation(size_t number) {
-    const Group& group = groups_[number];
+    Group& group = groups_[number];
     const size_t size = group.members.size();
     Step step{.kind = Kind::kCollective, .group = number};
     Descriptor& d = step.descriptor;
-    if (size > 1 && chance(15)) return plan_message(number);
+    const bool some_joined = std::count(group.joined.begin(), group.joined.end(), true) > 0;
+    if (size > 1 && group.joined.empty() && chance(15)) return plan_message(number);
+    if (some_joined) step.absent = group.joined;
+    // A name comes again later than a window is long, so that it is never in flight twice.
+    if (with_names_ && chance(50)) {
+      step.name = "n" + std::to_string(waits_at_end_ ? group.named : group.named % 30);
+      ++group.named;
+    }
     const OpKind kinds[] = {OpKind::kAllReduce, OpKind::kAllReduce, OpKind::kBroadcast,
                             OpKind::kReduce,    OpKind::kBarrier,   OpKind::kGatherVariable};
     d.kind = kinds[pick(0, 5)];
-    if (size > 1 && chance(4)) step.deviant = static_cast<int>(pick(0, size - 1));
+    if (size > 1 && !some_joined && chance(4)) step.deviant = static_cast<int>(pick(0, size - 1));
     if (d.kind == OpKind::kGatherVariable) {
       d = sim::VariableGather("").descriptor;
       step.buffer = new_buffer(0);
@@ -279,11 +323,16 @@ class Program {
       d.dtype = DType::kInt64;
       if (is_reduction(d.kind)) d.reduce_op = chance(80) ? ReduceOp::kSum : ReduceOp::kMax;
       if (d.kind == OpKind::kBroadcast || d.kind == OpKind::kReduce) d.root = static_cast<int32_t>(pick(0, size - 1));
-      step.buffer = d.kind == OpKind::kBarrier ? new_buffer(0) : choose_buffer(number);
+      const size_t largest = chance(50) ? 100 : 1000;
+      step.buffer = d.kind == OpKind::kBarrier ? new_buffer(0)
+                    : step.name.empty()        ? choose_buffer(number)
+                                               : new_buffer(pick(0, largest));
+      buffers_[step.buffer].own = !step.name.empty();
       d.count = buffers_[step.buffer].first.front().size();
       d.equal_hash = mix(d.count);
     }
     d.device = buffers_[step.buffer].device;
+    step.senseless = some_joined && (d.device != DeviceKind::kCpu || (d.root >= 0 && is_absent(step, d.root)));
     steps_.push_back(std::move(step));
   }
 
@@ -320,18 +369,21 @@ class Program {
       const auto size = static_cast<int>(group.members.size());
       if (step.kind == Kind::kMessage) at(step.target) = at(step.source);
       const Descriptor& d = step.descriptor;
-      if (step.kind == Kind::kCollective && step.deviant < 0 && d.kind != OpKind::kGatherVariable) {
-        std::vector<int64_t> result = at(d.kind == OpKind::kBroadcast ? d.root : 0);
-        for (int m = 1; m < size && is_reduction(d.kind); ++m) {
-          for (size_t i = 0; i < result.size(); ++i) {
+      if (step.kind == Kind::kCollective && step.deviant < 0 && !step.senseless && d.kind != OpKind::kGatherVariable) {
+        int first = 0;
+        while (is_absent(step, first)) ++first;
+        std::vector<int64_t> result = at(d.kind == OpKind::kBroadcast ? d.root : first);
+        for (int m = first + 1; m < size && is_reduction(d.kind); ++m) {
+          for (size_t i = 0; i < result.size() && !is_absent(step, m); ++i) {
             const int64_t other = at(m)[i];
             result[i] = d.reduce_op == ReduceOp::kSum ? result[i] + other : std::max(result[i], other);
           }
         }
         for (int m = 0; m < size; ++m)
-          if (d.kind != OpKind::kBarrier && (d.kind != OpKind::kReduce || m == d.root)) at(m) = result;
+          if (d.kind != OpKind::kBarrier && (d.kind != OpKind::kReduce || m == d.root) && !is_absent(step, m))
+            at(m) = result;
       }
-      if (step.kind == Kind::kMake || step.kind == Kind::kDestroy) continue;
+      if (step.kind != Kind::kCollective && step.kind != Kind::kMessage) continue;
       for (int m = 0; m < size; ++m) step.after.push_back(at(m));
     }
   }
@@ -342,37 +394,80 @@ class Program {
   // does the thread wait, for anything before it. So no rank waits for what comes after something it withholds.
   std::vector<std::vector<size_t>> agenda(int rank, size_t thread) {
     std::vector<std::vector<size_t>> windows(1);
+    std::set<size_t> joins;  // groups in which this rank has joined
     size_t left = pick(1, 10);
     for (size_t s = 0; s < steps_.size(); ++s) {
       const Step& step = steps_[s];
       const int member = member_of(groups_[step.group], rank);
       if (step.group % threads_ != thread || member < 0) continue;
       if (step.kind == Kind::kMessage && member != step.source && member != step.target) continue;
+      size_t entry = s;
+      if (is_absent(step, member)) {
+        if (!joins.insert(step.group).second) continue;
+        entry = s | kJoinsHere;
+      }
+      if (step.kind == Kind::kJoin) joins.erase(step.group);
       const bool alone = step.kind == Kind::kDestroy;
       if (alone || left == 0) {
         windows.emplace_back();
         left = chance(40) ? 1 : pick(1, 25);
       }
-      windows.back().push_back(s);
+      windows.back().push_back(entry);
       left = alone ? 0 : left - 1;
     }
-    if (shares_memory_) return windows;
     for (auto& window : windows) {
+      if (shares_memory_) {
+        move_named(window);
+        continue;
+      }
       std::vector<size_t> mixed;
       while (mixed.size() < window.size()) {  // the first one left of a group chosen at random
         std::vector<size_t> groups;
         for (const size_t s : window)
-          if (std::find(mixed.begin(), mixed.end(), s) == mixed.end()) groups.push_back(steps_[s].group);
+          if (std::find(mixed.begin(), mixed.end(), s) == mixed.end()) groups.push_back(step_at(s).group);
         const size_t group = any(groups);
         for (const size_t s : window) {
-          if (steps_[s].group != group || std::find(mixed.begin(), mixed.end(), s) != mixed.end()) continue;
+          if (step_at(s).group != group || std::find(mixed.begin(), mixed.end(), s) != mixed.end()) continue;
           mixed.push_back(s);
           break;
         }
       }
       window = mixed;
+      move_named(window);
     }
     return windows;
+  }
+
+  // Operations with a name change places inside a window with anything but what makes their group, or joins.
+  void move_named(std::vector<size_t>& window) {
+    for (size_t moves = window.size(); moves > 0; --moves) {
+      const size_t from = pick(0, window.size() - 1);
+      const size_t entry = window[from];
+      if (step_at(entry).name.empty() || (entry & kJoinsHere) != 0) continue;
+      size_t low = 0;
+      bool joins = false;
+      for (size_t i = 0; i < window.size(); ++i) {
+        const Step& other = step_at(window[i]);
+        if (other.group != step_at(entry).group) continue;
+        if (other.kind == Kind::kMake) low = i + 1;
+        joins = joins || other.kind == Kind::kJoin || (window[i] & kJoinsHere) != 0;
+      }
+      if (joins) continue;
+      window.erase(window.begin() + static_cast<std::ptrdiff_t>(from));
+      window.insert(window.begin() + static_cast<std::ptrdiff_t>(pick(std::min(low, window.size()), window.size())),
+                    entry);
+    }
+  }
+
+  // In an agenda: not the step, but the place from which on the rank has joined.
+  static constexpr size_t kJoinsHere = size_t{1} << 62;
+  Step& step_at(size_t entry) { return steps_[entry & ~kJoinsHere]; }
+  // The step in which all who are absent from this one have joined.
+  Step& join_after(size_t entry) {
+    size_t s = entry & ~kJoinsHere;
+    const size_t group = steps_[s].group;
+    while (steps_[s].kind != Kind::kJoin || steps_[s].group != group) ++s;
+    return steps_[s];
   }
 
   void start_thread(int rank, size_t thread) {
@@ -384,6 +479,11 @@ class Program {
         const bool burst = chance(30);
         for (const size_t s : window) {
           if (!burst) pass_time();
+          if ((s & kJoinsHere) != 0) {
+            take_step(rank, join_after(s));  // what it waits for comes later, in its own place
+            continue;
+          }
+          wait_for_name(rank, steps_[s]);
           if (OperationPtr call = take_step(rank, steps_[s])) waiting.push_back(std::move(call));
         }
         if (waits_at_end_) continue;
@@ -396,9 +496,9 @@ class Program {
       for (const OperationPtr& call : waiting) wait(rank, call);
       for (const auto& window : windows) {
         for (const size_t s : window) {
-          const Group& group = groups_[steps_[s].group];
+          const Group& group = groups_[step_at(s).group];
           const GroupPtr& handle = group.handles[static_cast<size_t>(member_of(group, rank))];
-          if (steps_[s].kind == Kind::kDestroy && handle && waits_at_end_) destroy(rank, handle);
+          if (step_at(s).kind == Kind::kDestroy && handle && waits_at_end_) destroy(rank, handle);
         }
       }
       --threads_left_;
@@ -413,6 +513,15 @@ class Program {
   }
 
   SimDriver& driver(int rank) { return *drivers_[static_cast<size_t>(rank)]; }
+
+  // What this rank has in flight under the step's name, from an earlier window.
+  void wait_for_name(int rank, const Step& step) {
+    if (step.name.empty() || waits_at_end_) return;
+    const auto member = static_cast<size_t>(member_of(groups_[step.group], rank));
+    for (const Step* other = steps_.data(); other != &step; ++other)
+      if (other->group == step.group && other->name == step.name && other->calls[member])
+        wait(rank, other->calls[member]);
+  }
 
   void wait(int rank, const OperationPtr& call) {
     const auto done = [&] { return call->done(); };
@@ -430,6 +539,8 @@ class Program {
     if (at_fault && trouble_ == Trouble::kAbsent && number >= trouble_at_) {
       if (!handle || step.kind != Kind::kDestroy) return nullptr;  // it never comes again, or never came
     }
+    if (step.kind == Kind::kJoin && step.calls[static_cast<size_t>(member)])
+      return step.calls[static_cast<size_t>(member)];
     switch (step.kind) {
       case Kind::kMake:
         if (group.made == nullptr) group.made = &world_->begin_group(group.name, group.members);
@@ -452,11 +563,12 @@ class Program {
     }
     OperationPtr call =
         step.kind == Kind::kMessage ? make_message(step, member, rank) : make_collective(step, member, rank);
+    call->name = step.name;
     call->submitted = scheduler_->now();
     if (group.affected && timeout_ > 0ms) call->deadline = call->submitted + timeout_;
     step.calls[static_cast<size_t>(member)] = call;
     last_submission_ = call->submitted;
-    say(rank, [&] { return "submits " + call->describe() + " to " + group.name; });
+    say(rank, [&] { return "submits " + (call->name.empty() ? "" : call->name + ": ") + call->describe() + " to " + group.name; });
     world_->coordinator(rank).submit(handle, call);
     driver(rank).wake();
     driver(rank).pace();
@@ -484,6 +596,11 @@ class Program {
   OperationPtr make_collective(const Step& step, int member, int rank) {
     const bool gathers = step.descriptor.kind == OpKind::kGatherVariable;
     OperationPtr call;
+    if (step.kind == Kind::kJoin) {
+      call = std::make_shared<Call>();
+      call->descriptor.kind = OpKind::kJoin;
+      return call;
+    }
     if (gathers) call = std::make_shared<GatherCall>(text_of(step, static_cast<size_t>(member)));
     else call = std::make_shared<Call>();
     Descriptor& d = call->descriptor;
@@ -618,8 +735,9 @@ class Program {
     const Group& group = groups_[step.group];
     const int rank = group.members[member];
     const OperationPtr& call = step.calls[member];
-    const bool meant = step.kind == Kind::kCollective || static_cast<int>(member) == step.source ||
-                       static_cast<int>(member) == step.target;
+    const bool meant = step.kind == Kind::kMessage
+                           ? static_cast<int>(member) == step.source || static_cast<int>(member) == step.target
+                           : !is_absent(step, static_cast<int>(member));
     if (is_victim_process(rank) || !meant) return;
     const std::string what = group.name + ", rank " + std::to_string(rank) + ", step " +
                              std::to_string(&step - steps_.data()) + (call ? " (" + call->describe() + ")" : "");
@@ -631,20 +749,30 @@ class Program {
     require(call->done(), what + ": never completes (deadlock)");
     check_time(group, rank, *call, what);
     const std::string text = call->error() ? call->error()->message : "";
-    if (step.deviant >= 0 && !group.affected) {
+    const bool wrong = step.deviant >= 0 || step.senseless;
+    if (wrong && !group.affected) {
       require(!text.empty(), what + ": a disagreement went unnoticed");
-      require(text.find("disagree on collective " + std::to_string(call->sequence)) != std::string::npos,
-              what + ": text: " + text);
+      const std::string id = step.name.empty() ? std::to_string(call->sequence) : "'" + step.name + "'";
+      require(text.find("disagree on collective " + id) != std::string::npos, what + ": text: " + text);
     } else if (!group.affected) {
       require(text.empty(), what + ": " + text);
     }
     if (text.empty()) {
-      require(step.deviant < 0, what + ": a disagreement went unnoticed");
+      require(!wrong, what + ": a disagreement went unnoticed");
       check_pieces(step, *call, what);
+      if (step.kind == Kind::kJoin) check_last(step, *call, what);
     } else {
       require(text.find("group '" + group.name + "'") != std::string::npos,
               what + ": does not name the group: " + text);
     }
+  }
+
+  // All members name the same one as the last to join.
+  static void check_last(const Step& step, const Operation& call, const std::string& what) {
+    require(call.peer >= 0 && call.peer < static_cast<int>(step.calls.size()), what + ": no last member");
+    for (const OperationPtr& other : step.calls)
+      if (other && other->done() && !other->error())
+        require(other->peer == call.peer, what + ": not the same last member");
   }
 
   void check_time(const Group& group, int rank, const Operation& call, const std::string& what) const {
@@ -667,7 +795,8 @@ class Program {
     if (gather == nullptr) return;
     require(gather->pieces.size() == step.calls.size(), what + ": wrong number of pieces");
     for (size_t m = 0; m < gather->pieces.size(); ++m)
-      require(gather->pieces[m] == text_of(step, m), what + ": wrong piece of member " + std::to_string(m));
+      require(gather->pieces[m] == (is_absent(step, static_cast<int>(m)) ? "" : text_of(step, m)),
+              what + ": wrong piece of member " + std::to_string(m));
   }
 
   void check_parted() const {
@@ -683,7 +812,7 @@ class Program {
     std::string texts;
     for (const Step& step : steps_) {
       const Group& group = groups_[step.group];
-      if (!group.affected || step.deviant >= 0) continue;
+      if (!group.affected || step.deviant >= 0 || step.senseless) continue;
       for (size_t m = 0; m < step.calls.size(); ++m) {
         const OperationPtr& call = step.calls[m];
         if (!call || !call->done() || !call->error() || group.members[m] == victim_) continue;
@@ -779,6 +908,8 @@ class Program {
   size_t victims_threads_ = 0;
   unsigned network_share_ = 8;
   bool with_device_ = false;
+  bool with_names_ = false;
+  bool with_joins_ = false;
   bool shares_memory_ = false;  // tensors are used in several groups
   bool waits_at_end_ = false;   // so that no thread stands between an absent rank and other groups
   TimePoint last_submission_{};

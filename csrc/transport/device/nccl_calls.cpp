@@ -53,7 +53,8 @@ class Builder {
       case OpKind::kSend: return send_to(first_.inputs.front(), first_.peer);
       case OpKind::kRecv: return receive_from(first_.outputs.front(), first_.peer);
       case OpKind::kGatherVariable:
-      case OpKind::kBarrier: break;  // never on a device
+      case OpKind::kBarrier:
+      case OpKind::kJoin: break;  // never on a device
     }
   }
 

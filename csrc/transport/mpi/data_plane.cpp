@@ -58,6 +58,7 @@ void MpiDataPlane::launch(Batch& batch, Completion& done) {
     case OpKind::kGather:
     case OpKind::kScatter: exchange(task); break;
     case OpKind::kBarrier:  // rides in the record
+    case OpKind::kJoin:
     case OpKind::kSend:
     case OpKind::kRecv: break;
   }
@@ -92,8 +93,10 @@ void MpiDataPlane::release(Task& task) {
   done->complete(error.empty() ? nullptr : &error);
 }
 
-void MpiDataPlane::average(const Descriptor& d, std::byte* data, int64_t count) const {
-  if (d.reduce_op == ReduceOp::kAvg) finish_average(accumulation_type(d.dtype), data, count, size_);
+void MpiDataPlane::average(const Operation& operation, std::byte* data, int64_t count) const {
+  const Descriptor& d = operation.descriptor;
+  if (d.reduce_op == ReduceOp::kAvg)
+    finish_average(accumulation_type(d.dtype), data, count, operation.contributors_of(size_));
 }
 
 // Copies the inputs of all operations one behind the other, widened where they are reduced.
@@ -133,7 +136,7 @@ void MpiDataPlane::unpack_staged(Task& task) {
             ? total_count(o->outputs)
             : static_cast<int64_t>(o->descriptor.count);
     if (!o->abandoned && !o->outputs.empty()) {
-      if (reduces) average(d, from, count);
+      if (reduces) average(*o, from, count);
       std::byte* at = from;
       for (const Segment& s : o->outputs) {
         if (reduces) {
@@ -179,7 +182,7 @@ void MpiDataPlane::all_reduce(Task& task) {
 void MpiDataPlane::average_outputs(Task& task) {
   const Operation& operation = *task.batch->operations.front();
   if (operation.abandoned) return;
-  for (const Segment& s : operation.outputs) average(operation.descriptor, s.data, s.count);
+  for (const Segment& s : operation.outputs) average(operation, s.data, s.count);
 }
 
 void MpiDataPlane::broadcast(Task& task) {

@@ -58,7 +58,7 @@ class MpiDataPlane final : public DataPlane {
   void unpack_staged(Task& task);
   void average_outputs(Task& task);
   void unpack_exchange(Task& task);
-  void average(const Descriptor& descriptor, std::byte* data, int64_t count) const;
+  void average(const Operation& operation, std::byte* data, int64_t count) const;
   template <typename Call>
   void in_chunks(int64_t count, Call call) const;
 

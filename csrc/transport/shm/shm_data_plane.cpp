@@ -146,7 +146,7 @@ void ShmDataPlane::reduce_share(const Chunk& chunk, uint64_t number, Range range
         if (narrow_after) widen(d.dtype, incoming, next, n);
         reduce_into(type, d.reduce_op, sum, narrow_after ? incoming : next, n);
       }
-      if (d.reduce_op == ReduceOp::kAvg) finish_average(type, sum, n, size_);
+      if (d.reduce_op == ReduceOp::kAvg) finish_average(type, sum, n, o.contributors_of(size_));
       if (narrow_after) narrow(d.dtype, result, sum, n);
       if (output != nullptr)
         std::memcpy(output + static_cast<size_t>(from + done) * element, result, static_cast<size_t>(n) * element);

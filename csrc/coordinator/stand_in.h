@@ -1,0 +1,27 @@
+// What a rank that has joined brings to an operation of the others.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "coordinator/operation.h"
+
+namespace multicomm {
+
+// Whether an operation has a meaning where a member brings nothing.
+bool joinable(const Descriptor& descriptor);
+
+// Takes part with elements that change nothing, or with no elements, and drops what comes. Made from what the others
+// have agreed on.
+class StandIn final : public Operation {
+ public:
+  StandIn(const Descriptor& agreed, int group_size);
+  std::string describe() const override;
+  void prepare() override;  // throws std::bad_alloc
+  void set_piece_sizes(const std::vector<int64_t>& sizes) override;
+
+ private:
+  std::vector<std::byte> identity_;
+};
+
+}  // namespace multicomm
