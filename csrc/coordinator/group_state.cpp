@@ -189,13 +189,9 @@ void GroupState::withdraw(const OperationPtr& operation) {
   settle(operation, error);
 }
 
-bool GroupState::joining() const {
-  return std::any_of(pending_.begin(), pending_.end(), is_join);
-}
+bool GroupState::joining() const { return std::any_of(pending_.begin(), pending_.end(), is_join); }
 
-bool GroupState::joined() const {
-  return !pending_.empty() && is_join(pending_.front()) && names_.empty();
-}
+bool GroupState::joined() const { return !pending_.empty() && is_join(pending_.front()) && names_.empty(); }
 
 bool GroupState::moved_has(uint64_t name) const {
   return std::any_of(moved_.begin(), moved_.end(), [&](const auto& match) { return match.hash == name; });
@@ -209,17 +205,17 @@ uint64_t GroupState::fill_record() {
   mine_.lowest_leaving = leaving_ ? self : kNobody;
   mine_.lowest_failed = announce_failure_ ? self : kNobody;
   mine_.clock = coordinator_.launch_order().clock();
-  mine_.sequence = mine_.newest_join = 0;
+  mine_.sequence = 0;
+  mine_.newest_join = 0;
+  mine_.newest_joiner = 0;
   mine_.offered = mine_.agreed = 0;
   mine_.active = joined() ? 0 : 1;
   if (joined()) {
-    if (join_key_ == 0) {
-      join_key_ = rounds_ * mine_.group_size + static_cast<uint32_t>(info_.rank) + 1;
-      join_allowance_ = pending_.front()->deadline - pending_.front()->submitted;
-    }
-    pending_.front()->prepared = true;
-    mine_.newest_join = join_key_;
-    mine_.sequence = pending_.front()->sequence;
+    Operation& join = *pending_.front();
+    if (!std::exchange(join.prepared, true)) join_allowance_ = join.deadline - join.submitted;
+    mine_.newest_join = join.joined_at;
+    mine_.newest_joiner = static_cast<uint32_t>(info_.rank);
+    mine_.sequence = join.sequence;
     NamedOperations::fill_joined(mine_.names);
     return 1;
   }
@@ -268,7 +264,6 @@ void GroupState::on_round(const std::string* error) {
   if (error != nullptr) return broken(*error);
   if (const char* what = implausible(mine_, result_)) return broken(std::string("a round came back with ") + what);
   coordinator_.launch_order().learn(result_.clock);
-  ++rounds_;
   if (result_.active == 0) {
     all_joined();
   } else {
@@ -379,8 +374,7 @@ void GroupState::pace_rounds(bool progress) {
 void GroupState::all_joined() {
   if (!joined()) return;  // given up meanwhile
   all_joined_ = true;
-  join_key_ = 0;
-  pending_.front()->peer = static_cast<int>((result_.newest_join - 1) % mine_.group_size);
+  pending_.front()->peer = static_cast<int>(result_.newest_joiner);
   // Ranks that joined early have submitted less: from here on all count alike.
   const uint64_t missed = result_.sequence - pending_.front()->sequence;
   const auto catch_up = [&](const auto& operations) {
@@ -898,11 +892,12 @@ OperationPtr GroupState::oldest_unfinished() const {
 }
 
 Standing GroupState::standing_of(const Waiting& waiting) const {
-  return channel_ == nullptr             ? Standing::kNoChannel
-         : waiting.operation->launched() ? Standing::kLaunched
-         : waiting.agreed                ? Standing::kAgreed
-         : waiting.operation->prepared   ? Standing::kOffered
-                                         : Standing::kQueued;
+  const Operation& operation = *waiting.operation;
+  if (channel_ == nullptr) return Standing::kNoChannel;
+  if (operation.launched()) return Standing::kLaunched;
+  if (waiting.agreed) return Standing::kAgreed;
+  // What nothing is in the way of is offered as soon as the round in flight is over, for which a member is missing.
+  return operation.prepared || coordinator_.memory().clear(operation) ? Standing::kOffered : Standing::kQueued;
 }
 
 // What the operation waits for, in words, as far as it is known.

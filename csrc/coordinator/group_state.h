@@ -247,9 +247,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   Operation::Clock::time_point last_progress_{};
   Operation::Clock::time_point round_due_{};
   Operation::Clock::time_point resting_until_{};  // then the coordinator makes this group ready
-  uint64_t rounds_ = 0;    // finished; the same on all members
-  uint64_t join_key_ = 0;  // when this rank joined and which it is, as all members compare it: by rounds_, then rank
-  Operation::Clock::duration join_allowance_{};  // a join waits for so long since the last round
+  Operation::Clock::duration join_allowance_{};   // a join waits for so long since the last round
   bool all_joined_ = false;
   OperationPtr stand_in_;  // what a table is about, on a rank that has joined
   ErrorPtr preparation_failed_;

@@ -77,13 +77,15 @@ class Operation {
   bool own_deadline = false;  // else it follows the group's time-out
   // Within the group: of collectives, or of point-to-point operations. The driver moves what comes after a join.
   std::atomic<uint64_t> sequence{0};
-  std::string name{};         // collectives: matched by it; empty: by the order of submission
-  bool repeated = false;      // driver: another one of its name was still waiting when it came
-  int contributors = 0;       // driver: members that bring something, where some have joined; 0: all
+  std::string name{};     // collectives: matched by it; empty: by the order of submission
+  bool repeated = false;  // driver: another one of its name was still waiting when it came
+  int contributors = 0;   // driver: members that bring something, where some have joined; 0: all
 
   bool timed = false;  // asks for finished()
 
   uint64_t ticket = 0;  // place among all submissions of the process
+
+  int64_t joined_at = 0;  // of a join: ns by the clock that the hosts share
 
   // Point-to-point only, but for the result of a join: the last member to come.
   int peer = -1;  // group rank; -1 receives from any source

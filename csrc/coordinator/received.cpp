@@ -34,6 +34,7 @@ const char* implausible(const Record& mine, const Record& result) {
   }
   if (!result.names.submitted.within(mine.names.submitted) || !result.names.unchanged.within(mine.names.unchanged))
     return "names that this rank did not offer";
+  if (result.newest_joiner >= mine.group_size || result.sequence < mine.sequence) return "a join that cannot be";
   if (result.names.fresh_count > kNewNames) return "more new names than a round takes";
   if (result.leaving > mine.group_size) return "more members that leave than there are";
   return nullptr;

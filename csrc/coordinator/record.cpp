@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "coordinator/inline_payload.h"
 
@@ -13,7 +14,10 @@ void combine(const Record& in, Record& inout) {
   inout.lowest_failed = std::min(in.lowest_failed, inout.lowest_failed);
   inout.clock = std::max(in.clock, inout.clock);
   inout.sequence = std::max(in.sequence, inout.sequence);
-  inout.newest_join = std::max(in.newest_join, inout.newest_join);
+  const std::pair newest =
+      std::max(std::pair(in.newest_join, in.newest_joiner), std::pair(inout.newest_join, inout.newest_joiner));
+  inout.newest_join = newest.first;
+  inout.newest_joiner = newest.second;
   combine(in.names, inout.names);
   const uint32_t active = inout.active;
   inout.active += in.active;

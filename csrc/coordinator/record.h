@@ -27,10 +27,10 @@ struct Record {
   // Sum: members that bring operations; a record is theirs, or one of a member that has joined, which goes along with
   // whatever the others agree on.
   uint32_t active = 1;
-  uint32_t reserved = 0;
-  uint64_t clock = 0;        // maximum: the logical clock of the launch order
-  uint64_t sequence = 0;     // maximum: of the join, where the member has joined
-  uint64_t newest_join = 0;  // maximum: when a member joined, and which (see GroupState)
+  uint32_t newest_joiner = 0;  // group rank: of newest_join, the highest
+  uint64_t clock = 0;          // maximum: the logical clock of the launch order
+  uint64_t sequence = 0;       // maximum: of the join, where the member has joined
+  int64_t newest_join = 0;     // maximum: when a member joined
   NameRecord names;
   alignas(16) Descriptor descriptors[kMaxDescriptors];
   alignas(16) std::byte payload[kInlineBytes];

@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <limits>
 #include <memory>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -721,6 +722,300 @@ void half_precision_round_trips() {
   REQUIRE(float_to_bfloat_bits(1.0f + 0x1p-8f) == 0x3f80 && float_to_bfloat_bits(1.0f + 0x1.8p-7f) == 0x3f82);
 }
 
+OperationRef named(std::vector<int64_t>& values, const std::string& name, ReduceOp op = ReduceOp::kSum) {
+  auto operation = all_reduce(values, op);
+  operation->name = name;
+  return operation;
+}
+
+void names_match_in_any_order() {
+  Pair pair;
+  std::vector<int64_t> a(200, 1), b(200, 10), c(200, 2), d(200, 20), e(200, 100), f(200, 200);
+  pair.submit(0, named(a, "first"));
+  pair.submit(0, all_reduce(e));
+  pair.submit(0, named(b, "second"));
+  pair.submit(1, named(d, "second"));
+  pair.submit(1, named(c, "first"));
+  pair.submit(1, all_reduce(f));
+  settle(pair.world);
+  REQUIRE(a[199] == 3 && c[0] == 3 && b[0] == 30 && d[199] == 30 && e[0] == 300 && f[0] == 300);
+}
+
+// One step of a training loop: every name once, in an order of each rank's own.
+void step_of_names(Pair& pair, std::vector<std::vector<int64_t>>& a, std::vector<std::vector<int64_t>>& b) {
+  for (size_t i = 0; i < a.size(); ++i) {
+    pair.submit(0, named(a[i], "gradient." + std::to_string(i)));
+    const size_t back = a.size() - 1 - i;
+    pair.submit(1, named(b[back], "gradient." + std::to_string(back)));
+  }
+  settle(pair.world);
+}
+
+void repeated_names_cost_one_round() {
+  Pair pair;
+  std::vector<std::vector<int64_t>> a(300, std::vector<int64_t>(20, 1)), b(300, std::vector<int64_t>(20, 1));
+  step_of_names(pair, a, b);
+  REQUIRE(a[0][0] == 2 && b[299][19] == 2);
+  for (int step = 0; step < 3; ++step) {
+    const GroupStatistics before = pair.group[0]->statistics();
+    step_of_names(pair, a, b);
+    const GroupStatistics after = pair.group[0]->statistics();
+    REQUIRE(after.batches - before.batches == 1 && after.rounds - before.rounds == 1);
+  }
+  REQUIRE(a[7][7] == 16);
+}
+
+void more_names_than_slots() {
+  Pair pair;
+  const size_t count = 3 * kNameSlots;
+  std::vector<std::vector<int64_t>> a(count, std::vector<int64_t>(1, 1)), b(count, std::vector<int64_t>(1, 2));
+  for (int step = 0; step < 2; ++step) step_of_names(pair, a, b);
+  for (size_t i = 0; i < count; ++i) REQUIRE(a[i][0] == 6 && b[i][0] == 6);
+}
+
+// One rank waits under more names than there are slots before the other comes with one of them.
+void no_name_is_starved_of_a_slot() {
+  Pair pair;
+  const size_t count = 2 * kNameSlots;
+  std::vector<std::vector<int64_t>> a(count, std::vector<int64_t>(1, 1));
+  std::vector<OperationRef> calls;
+  for (size_t i = 0; i < count; ++i) pair.submit(0, calls.emplace_back(named(a[i], "n" + std::to_string(i))));
+  for (size_t i = 0; i < count; i += 97) {
+    std::vector<int64_t> b(1, 5);
+    const auto call = named(b, "n" + std::to_string(i));
+    pair.submit(1, call);
+    for (int looks = 0; looks < 1000 && !call->done(); ++looks) {
+      pair.world.advance_time(std::chrono::milliseconds(1));
+      settle(pair.world);
+    }
+    REQUIRE(call->done() && calls[i]->done() && b[0] == 6);
+  }
+}
+
+void names_that_change_are_compared_again() {
+  Pair pair;
+  std::vector<int64_t> a(3, 1), b(3, 2);
+  const auto send = [&](size_t left, size_t right) {
+    a.assign(left, 1);
+    b.assign(right, 2);
+    const auto mine = named(a, "grows"), theirs = named(b, "grows");
+    pair.submit(0, mine);
+    pair.submit(1, theirs);
+    settle(pair.world);
+    REQUIRE(mine->done() && theirs->done());
+    return std::pair(mine->error(), theirs->error());
+  };
+  REQUIRE(!send(3, 3).first && a[0] == 3);
+  REQUIRE(!send(500, 500).first && a[499] == 3 && b[499] == 3);
+  const auto [left, right] = send(500, 501);
+  REQUIRE(left && right && a[0] == 1 && b[0] == 2);
+  for (const char* part : {"disagree on collective 'grows'", "[500]", "[501]", "under the same name"})
+    REQUIRE(left->message.find(part) != std::string::npos);
+  REQUIRE(!send(500, 500).first && a[0] == 3);
+}
+
+void name_in_flight_twice_is_told_to_all() {
+  Pair pair;
+  std::vector<int64_t> a(3, 1), b(3, 1), c(3, 2), d(3, 2);
+  const auto first = named(a, "x"), again = named(b, "x");
+  pair.submit(0, first);
+  pair.submit(0, again);
+  settle(pair.world);
+  const auto theirs = named(c, "x"), theirs_again = named(d, "x");
+  pair.submit(1, theirs);
+  settle(pair.world);
+  REQUIRE(first->done() && !first->error() && theirs->done() && !theirs->error() && a[0] == 3);
+  pair.submit(1, theirs_again);
+  settle(pair.world);
+  REQUIRE(again->error() && theirs_again->error() && b[0] == 1 && d[0] == 2);
+  for (const auto& call : {again, theirs_again})
+    REQUIRE(call->error()->message.find("again, while the one before it had not begun") != std::string::npos);
+  const auto third = named(b, "x");
+  pair.submit(0, third);
+  pair.submit(1, named(d, "x"));
+  settle(pair.world);
+  REQUIRE(third->done() && !third->error() && b[0] == 3);
+}
+
+// Neither the round trips nor the processor are spent on asking whether the other has come.
+void waiting_for_names_is_quiet() {
+  Pair pair;
+  std::vector<int64_t> a(3, 1), b(3, 2), c(3, 1), d(3, 2);
+  pair.submit(0, named(a, "only 0"));
+  pair.submit(1, named(b, "only 1"));
+  for (int i = 0; i < 20'000; ++i) {  // 2 s
+    pair.world.advance_time(std::chrono::microseconds(100));
+    settle(pair.world);
+  }
+  REQUIRE(pair.group[0]->statistics().rounds < 2500);
+  const auto late = named(c, "only 1");
+  pair.submit(0, late);
+  for (int i = 0; i < 15 && !late->done(); ++i) {
+    pair.world.advance_time(std::chrono::microseconds(100));
+    settle(pair.world);
+  }
+  REQUIRE(late->done());
+}
+
+void missing_name_is_reported() {
+  Settings settings;
+  settings.stall_warning = std::chrono::seconds(3);
+  Pair pair(settings);
+  std::vector<std::string> warnings;
+  pair.world.coordinator(0).warn = [&](const std::string& text) { warnings.push_back(text); };
+  std::vector<int64_t> a(3, 1), b(3, 1), c(3, 1);
+  pair.submit(0, named(a, "layer.weight"));
+  pair.submit(1, named(b, "layer.bias"));
+  const auto late = named(c, "layer.bias");
+  late->submitted = pair.world.now();
+  pair.submit(0, late);
+  pass_time(pair.world, 5);
+  REQUIRE(late->done() && warnings.size() == 1);
+  for (const char* part : {"collective 'layer.weight', all_reduce(SUM)", "rank 1 has not submitted it"})
+    REQUIRE(warnings[0].find(part) != std::string::npos);
+}
+
+OperationRef join(int64_t at = 0) {
+  auto operation = std::make_shared<sim::PlainOperation>();
+  operation->joined_at = at;
+  operation->descriptor.kind = OpKind::kJoin;
+  return operation;
+}
+
+void joined_rank_takes_part_in_everything() {
+  Settings settings;
+  SimWorld world(1, {settings, settings, settings});
+  const auto group = world.make_group("g", {0, 1, 2});
+  const auto submit = [&](size_t rank, const OperationRef& operation) {
+    world.coordinator(static_cast<int>(rank)).submit(group[rank], operation);
+  };
+  const auto joined = join(1);
+  submit(1, joined);
+  settle(world);
+  for (const size_t size : {size_t{5}, size_t{2000}}) {  // in the record, and as a batch
+    for (const std::string name : {"", "x", "x"}) {
+      std::vector<int64_t> sum(size, 5), highest(size, -7), mean(size, 3);
+      std::vector<int64_t> sum2(size, 6), highest2(size, -9), mean2(size, 5);
+      submit(0, named(sum, name));
+      submit(0, named(highest, name.empty() ? "" : name + ".max", ReduceOp::kMax));
+      submit(2, named(highest2, name.empty() ? "" : name + ".max", ReduceOp::kMax));
+      submit(2, named(sum2, name));
+      if (name.empty()) settle(world);
+      submit(0, named(mean, name.empty() ? "" : name + ".avg", ReduceOp::kAvg));
+      submit(2, named(mean2, name.empty() ? "" : name + ".avg", ReduceOp::kAvg));
+      settle(world);
+      if (name.empty()) continue;  // exchanged above: they disagree, on purpose
+      REQUIRE(sum[size - 1] == 11 && sum2[0] == 11 && highest[0] == -7 && highest2[size - 1] == -7);
+    }
+  }
+  REQUIRE(!joined->done());
+  const auto left = join(3), right = join(2);
+  submit(2, right);
+  settle(world);
+  submit(0, left);
+  settle(world);
+  REQUIRE(joined->done() && left->done() && right->done());
+  REQUIRE(joined->peer == 0 && left->peer == 0 && right->peer == 0);
+  std::vector<int64_t> a(3, 1), b(3, 1), c(3, 1);
+  const auto next = all_reduce(b);
+  submit(0, all_reduce(a));
+  submit(1, next);
+  submit(2, all_reduce(c));
+  settle(world);
+  REQUIRE(next->done() && b[0] == 3);
+  REQUIRE(group[0]->sequence() == group[1]->sequence() && group[1]->sequence() == group[2]->sequence());
+}
+
+void what_needs_everybody_is_refused_while_one_has_joined() {
+  Pair pair;
+  pair.submit(1, join());
+  settle(pair.world);
+  std::vector<int64_t> values(4, 1);
+  auto gone = std::make_shared<sim::PlainOperation>();
+  gone->descriptor = all_reduce(values)->descriptor;
+  gone->descriptor.kind = OpKind::kBroadcast;
+  gone->descriptor.reduce_op = ReduceOp::kNone;
+  gone->descriptor.root = 1;
+  gone->outputs = {{reinterpret_cast<std::byte*>(values.data()), 4}};
+  pair.submit(0, gone);
+  auto places = std::make_shared<sim::PlainOperation>();
+  places->descriptor = gone->descriptor;
+  places->descriptor.kind = OpKind::kAllGather;
+  places->descriptor.root = -1;
+  places->inputs = gone->outputs;
+  places->outputs = {gone->outputs.front(), gone->outputs.front()};
+  pair.submit(0, places);
+  const auto fine = all_reduce(values);
+  pair.submit(0, fine);
+  settle(pair.world);
+  for (const auto& call : {gone, places})
+    REQUIRE(call->error() && call->error()->message.find("rank 1: has joined") != std::string::npos);
+  REQUIRE(fine->done() && !fine->error() && values[0] == 1);
+}
+
+void join_of_one_group_leaves_others_alone() {
+  SimWorld world(1, two({}));
+  const auto g = world.make_group("g", {0, 1}), h = world.make_group("h", {0, 1});
+  const auto joined = join();
+  world.coordinator(1).submit(g[1], joined);
+  std::vector<int64_t> a(3, 1), b(3, 2), c(3, 7);
+  world.coordinator(0).submit(h[0], all_reduce(a));
+  world.coordinator(1).submit(h[1], all_reduce(b));
+  world.coordinator(0).submit(g[0], all_reduce(c));
+  settle(world);
+  REQUIRE(a[0] == 3 && b[0] == 3 && c[0] == 7 && !joined->done());
+}
+
+void join_waits_as_long_as_others_work() {
+  Pair pair;
+  const auto joined = join();
+  joined->submitted = pair.world.now();
+  joined->deadline = pair.world.now() + std::chrono::seconds(10);
+  pair.submit(1, joined);
+  for (int i = 0; i < 5; ++i) {
+    pass_time(pair.world, 8);
+    std::vector<int64_t> a(3, 1);
+    pair.submit(0, all_reduce(a));
+    settle(pair.world);
+    REQUIRE(!joined->done() && a[0] == 1);
+  }
+  pass_time(pair.world, 13);
+  REQUIRE(joined->done() && joined->error());
+  REQUIRE(joined->error()->message.find("rank 0 has not submitted it") != std::string::npos);
+}
+
+void identities_change_nothing() {
+  const DType types[] = {DType::kBool,     DType::kUint8,   DType::kInt8,    DType::kUint16,    DType::kInt16,
+                         DType::kUint32,   DType::kInt32,   DType::kUint64,  DType::kInt64,     DType::kFloat16,
+                         DType::kBFloat16, DType::kFloat32, DType::kFloat64, DType::kComplex64, DType::kComplex128};
+  const ReduceOp ops[] = {ReduceOp::kSum,    ReduceOp::kAvg,   ReduceOp::kProduct, ReduceOp::kMin,      ReduceOp::kMax,
+                          ReduceOp::kBitAnd, ReduceOp::kBitOr, ReduceOp::kBitXor,  ReduceOp::kPremulSum};
+  std::mt19937_64 random(7);
+  for (const DType type : types) {
+    for (const ReduceOp op : ops) {
+      if (!can_reduce(type, op)) continue;
+      std::byte value[8 * 16], wide[8 * 16], identity[8 * 16], other[8 * 16], result[8 * 16];
+      for (std::byte& byte : value) byte = std::byte(type == DType::kBool ? random() % 2 : random() % 256);
+      std::memset(value, 0, size_of(type));
+      if (type == DType::kFloat32) {  // a sum must keep the sign of zero
+        const float zero = -0.0f;
+        std::memcpy(value, &zero, sizeof(zero));
+      }
+      widen(type, wide, value, 8);
+      unify_nans(accumulation_type(type), wide, 8);
+      fill_identity(type, op, identity, 8);
+      widen(type, other, identity, 8);
+      std::memcpy(result, wide, sizeof(wide));
+      reduce_into(accumulation_type(type), op, result, other, 8);
+      unify_nans(accumulation_type(type), result, 8);
+      // An infinity times 1 of complex numbers is a NaN in its other part: not a matter of the identity.
+      const bool complex_product = op == ReduceOp::kProduct && type >= DType::kComplex64;
+      if (complex_product) continue;
+      REQUIRE(std::memcmp(result, wide, 8 * size_of(accumulation_type(type))) == 0);
+    }
+  }
+}
+
 void unknown_setting_is_refused() {
   std::string entries[] = {"HOME=/", "MULTICOMM_FUSION_BITES=3"};
   char* environment[] = {entries[0].data(), entries[1].data(), nullptr};
@@ -787,6 +1082,19 @@ int main() {
       TEST(closed_group_refuses),
       TEST(barrier_waits_for_all),
       TEST(combine_is_symmetric),
+      TEST(names_match_in_any_order),
+      TEST(repeated_names_cost_one_round),
+      TEST(more_names_than_slots),
+      TEST(no_name_is_starved_of_a_slot),
+      TEST(names_that_change_are_compared_again),
+      TEST(name_in_flight_twice_is_told_to_all),
+      TEST(waiting_for_names_is_quiet),
+      TEST(missing_name_is_reported),
+      TEST(joined_rank_takes_part_in_everything),
+      TEST(what_needs_everybody_is_refused_while_one_has_joined),
+      TEST(join_of_one_group_leaves_others_alone),
+      TEST(join_waits_as_long_as_others_work),
+      TEST(identities_change_nothing),
       TEST(half_precision_round_trips),
       TEST(unknown_setting_is_refused),
       TEST(malformed_setting_is_refused),

@@ -568,7 +568,9 @@ class Program {
     if (group.affected && timeout_ > 0ms) call->deadline = call->submitted + timeout_;
     step.calls[static_cast<size_t>(member)] = call;
     last_submission_ = call->submitted;
-    say(rank, [&] { return "submits " + (call->name.empty() ? "" : call->name + ": ") + call->describe() + " to " + group.name; });
+    say(rank, [&] {
+      return "submits " + (call->name.empty() ? "" : call->name + ": ") + call->describe() + " to " + group.name;
+    });
     world_->coordinator(rank).submit(handle, call);
     driver(rank).wake();
     driver(rank).pace();
@@ -599,6 +601,7 @@ class Program {
     if (step.kind == Kind::kJoin) {
       call = std::make_shared<Call>();
       call->descriptor.kind = OpKind::kJoin;
+      call->joined_at = std::chrono::nanoseconds(scheduler_->now().time_since_epoch()).count();
       return call;
     }
     if (gathers) call = std::make_shared<GatherCall>(text_of(step, static_cast<size_t>(member)));

@@ -51,7 +51,7 @@ class SimWorld {
   bool step(int rank);  // one step of the rank's coordinator
   bool deliver_one();   // hands one pending completion, chosen at random, to its rank
   bool quiet() const;   // nothing is under way
-  void advance_time(std::chrono::milliseconds by) { now_ += by; }
+  void advance_time(std::chrono::microseconds by) { now_ += by; }
   Operation::Clock::time_point now() const { return now_; }
   // Batches that a rank's device has been given and has not done.
   size_t on_device(int rank) const { return ranks_[static_cast<size_t>(rank)]->stream.size(); }
