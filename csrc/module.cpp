@@ -94,6 +94,7 @@ PYBIND11_MODULE(_C, m) {
                              [](const ProcessGroupMulticomm& pg) { return pg.description().global_ranks; })
       .def_property_readonly("_world_rank", [](const ProcessGroupMulticomm& pg) { return pg.description().world_rank; })
       .def_property_readonly("_world_size", [](const ProcessGroupMulticomm& pg) { return pg.description().world_size; })
+      .def("_join", &ProcessGroupMulticomm::join, py::call_guard<py::gil_scoped_release>())
       .def("abort", &ProcessGroupMulticomm::abort, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &ProcessGroupMulticomm::shutdown, py::call_guard<py::gil_scoped_release>());
 

@@ -151,9 +151,9 @@ Answer Coordinator::answer(const Inquiry& inquiry) {
       answer.submitted = group->sequence();
       text << (group->joined() ? "has joined, and " : "") << "has submitted " << answer.submitted << " collective"
            << (answer.submitted == 1 ? "" : "s") << " of this group";
-      const bool comes = inquiry.join != 0 ? group->joining() : inquiry.name != 0 && group->waits_for(inquiry.name);
-      if (comes || (inquiry.join == 0 && group->joined())) answer.submitted = kTakesPart;
-      else if (inquiry.join != 0 || inquiry.name != 0) answer.submitted = 0;
+      const bool comes = inquiry.name != 0 && group->waits_for(inquiry.name);
+      if (comes || (inquiry.name != kJoinName && group->joined())) answer.submitted = kTakesPart;
+      else if (inquiry.name != 0) answer.submitted = 0;
       if (const ErrorPtr failure = group->failure()) text << ", and given it up";
     }
     const OperationPtr first = group->oldest_unfinished();

@@ -193,8 +193,10 @@ bool GroupState::joining() const { return std::any_of(pending_.begin(), pending_
 
 bool GroupState::joined() const { return !pending_.empty() && is_join(pending_.front()) && names_.empty(); }
 
-bool GroupState::moved_has(uint64_t name) const {
-  return std::any_of(moved_.begin(), moved_.end(), [&](const auto& match) { return match.hash == name; });
+bool GroupState::waits_for(uint64_t name) const {
+  if (name == kJoinName) return joining();
+  return names_.waits_for(name) ||
+         std::any_of(moved_.begin(), moved_.end(), [&](const auto& match) { return match.hash == name; });
 }
 
 // Returns how much is offered.
@@ -919,6 +921,10 @@ GroupReport GroupState::report(Operation::Clock::time_point now) const {
     if (!first.operation || o->ticket < first.operation->ticket) first = {o, agreed};
   });
   if (report.unfinished == 0) return report;
+  report.joined = joined();
+  names_.for_each([&](const OperationPtr& o) { report.names.push_back(hash_of_name(o->name)); });
+  for (const auto& match : moved_) report.names.push_back(match.hash);
+  if (joining()) report.names.push_back(kJoinName);
   report.name = describe();
   report.members = info_.ranks;
   for (const Waiting& waiting : oldest)

@@ -78,9 +78,9 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void set_timeout(std::chrono::milliseconds timeout);
   uint64_t identity() const { return channel_ ? channel_->identity() : 0; }  // 0: not made yet
   OperationPtr oldest_unfinished() const;
-  bool waits_for(uint64_t name) const { return names_.waits_for(name) || moved_has(name); }
-  bool joining() const;  // has called join, and others have not
-  bool joined() const;   // and has nothing of its own left: takes part in what the others do
+  bool waits_for(uint64_t name) const;  // see name_of
+  bool joining() const;                 // has called join, and others have not
+  bool joined() const;                  // and has nothing of its own left: takes part in what the others do
   GroupReport report(Operation::Clock::time_point now) const;
   void answered(int global_rank, const Answer& answer);
   void told(const Notice& notice);
@@ -152,7 +152,6 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void end_join();
   OperationPtr asked_about() const { return stand_in_ ? stand_in_ : pending_.front(); }
   OperationPtr take_asked_about();
-  bool moved_has(uint64_t name) const;
   void follow_up();
   // What the last round asks for is not started, or not over where the next round depends on it.
   bool round_busy() const { return round_active_ || order_due_ || table_ != Table::kNone; }

@@ -37,7 +37,12 @@ void combine(const NameRecord& in, NameRecord& inout) {
 uint64_t hash_of_name(std::string_view name) {
   uint64_t hash = 0xcbf29ce484222325u;
   for (const char c : name) hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3u;
-  return std::max<uint64_t>(mix(hash), 1);
+  return std::max<uint64_t>(mix(hash), 2);
+}
+
+uint64_t name_of(const Operation& operation) {
+  if (operation.descriptor.kind == OpKind::kJoin) return kJoinName;
+  return operation.name.empty() ? 0 : hash_of_name(operation.name);
 }
 
 bool NamedOperations::add(OperationPtr operation) {

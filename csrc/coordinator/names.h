@@ -40,8 +40,12 @@ static_assert(std::is_trivially_copyable_v<NameRecord>);
 // inout = combine(in, inout), associative and commutative. Safe for records of any content.
 void combine(const NameRecord& in, NameRecord& inout);
 
-// FNV-1a (Fowler, Noll, Vo), mixed. Never 0.
+// FNV-1a (Fowler, Noll, Vo), mixed. Neither 0 nor kJoinName.
 uint64_t hash_of_name(std::string_view name);
+
+// What the members match an operation by: the hash of its name, kJoinName, or 0 where it goes by its sequence.
+inline constexpr uint64_t kJoinName = 1;
+uint64_t name_of(const Operation& operation);
 
 // The table is a function of the rounds' results alone, so all members have the same; what waits is this rank's. Of
 // several operations under one name the n-th of one rank belongs to the n-th of the others. Driver only.

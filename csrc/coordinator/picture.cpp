@@ -16,7 +16,8 @@ constexpr const char* kNoStack =
     "main thread: no Python stack within 0.5 s: the interpreter is held by native code (or this process gets no "
     "processor time)";
 
-bool contains(const std::vector<int>& ranks, int rank) {
+template <typename T>
+bool contains(const std::vector<T>& ranks, T rank) {
   return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
 }
 
@@ -201,7 +202,9 @@ std::string Pictures::standing_of(const Picture& picture, const GroupReport& gro
     }
     const GroupReport* theirs = find_group(found->second, group.identity);
     if (theirs == nullptr || theirs->given_up) left.push_back(r);
-    else if (theirs->submitted <= waiting.sequence) missing.push_back(r);
+    else if (theirs->joined && waiting.name != kJoinName) continue;
+    else if (waiting.name != 0 ? !contains(theirs->names, waiting.name) : theirs->submitted <= waiting.sequence)
+      missing.push_back(r);
   }
   std::string text;
   const auto add = [&](const std::string& part) {

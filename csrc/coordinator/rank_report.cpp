@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "coordinator/error_text.h"
+#include "coordinator/names.h"
 
 namespace multicomm {
 namespace {
@@ -12,6 +13,7 @@ namespace {
 constexpr size_t kMostBusy = 32;
 constexpr size_t kMostIdle = 4096;
 constexpr size_t kMostText = 400;
+constexpr size_t kMostNames = 1024;
 constexpr size_t kMostStack = 16 << 10;
 
 std::string cut(const std::string& text, size_t most) {
@@ -90,6 +92,7 @@ WaitingReport waiting_report(const Operation& operation, Standing standing, Oper
   return {numbered(operation),
           operation.ticket,
           operation.sequence,
+          name_of(operation),
           is_point_to_point(operation.descriptor.kind),
           standing,
           std::chrono::duration_cast<std::chrono::milliseconds>(since)};
@@ -110,13 +113,17 @@ std::string pack(RankReport report) {
     packer.number(group.submitted);
     packer.number(group.unfinished);
     packer.number(group.given_up ? 1 : 0);
+    packer.number(group.joined ? 1 : 0);
     packer.text(cut(group.name, kMostText));
     packer.ranks(group.members);
+    packer.number(std::min(group.names.size(), kMostNames));
+    for (size_t i = 0; i < group.names.size() && i < kMostNames; ++i) packer.number(group.names[i]);
     packer.number(group.waiting.size());
     for (const WaitingReport& waiting : group.waiting) {
       packer.text(cut(waiting.text, kMostText));
       packer.number(waiting.ticket);
       packer.number(waiting.sequence);
+      packer.number(waiting.name);
       packer.number(waiting.message ? 1 : 0);
       packer.number(static_cast<uint64_t>(waiting.standing));
       packer.number(static_cast<uint64_t>(waiting.since.count()));
@@ -142,13 +149,17 @@ RankReport unpack_report(const std::string& bytes) {
     group.submitted = unpacker.number();
     group.unfinished = unpacker.number();
     group.given_up = unpacker.number() != 0;
+    group.joined = unpacker.number() != 0;
     group.name = unpacker.text();
     group.members = unpacker.ranks();
+    group.names.resize(unpacker.count());
+    for (uint64_t& name : group.names) name = unpacker.number();
     group.waiting.resize(unpacker.count());
     for (WaitingReport& waiting : group.waiting) {
       waiting.text = unpacker.text();
       waiting.ticket = unpacker.number();
       waiting.sequence = unpacker.number();
+      waiting.name = unpacker.number();
       waiting.message = unpacker.number() != 0;
       waiting.standing = static_cast<Standing>(unpacker.number());
       waiting.since = std::chrono::milliseconds(unpacker.number());

@@ -18,6 +18,7 @@ struct WaitingReport {
   std::string text;  // "collective 4, all_reduce(SUM) of Float [3]"
   uint64_t ticket = 0;
   uint64_t sequence = 0;
+  uint64_t name = 0;     // what the members match it by, see name_of; 0: its sequence
   bool message = false;  // point-to-point
   Standing standing{};
   std::chrono::milliseconds since{};
@@ -28,10 +29,12 @@ struct GroupReport {
   uint64_t submitted = 0;  // collectives
   uint64_t unfinished = 0;
   bool given_up = false;
+  bool joined = false;
   // Only where something is unfinished:
   std::string name;          // "group 'name' (ranks [0, 2])"
   std::vector<int> members;  // global ranks
   std::vector<WaitingReport> waiting;
+  std::vector<uint64_t> names;  // of all that wait by one, see name_of
 };
 
 struct RankReport {

@@ -25,11 +25,7 @@ void Stall::ask(const GroupInfo& info, const Operation& operation, uint64_t grou
     if (r == info.rank || (message && operation.peer >= 0 && r != operation.peer)) continue;
     peers_.push_back(r);
     const int global = info.ranks[static_cast<size_t>(r)];
-    if (!is_dead(global))
-      plane.ask(global, {.group = group,
-                         .number = number_,
-                         .name = operation.name.empty() ? 0 : hash_of_name(operation.name),
-                         .join = operation.descriptor.kind == OpKind::kJoin ? uint8_t{1} : uint8_t{0}});
+    if (!is_dead(global)) plane.ask(global, {.group = group, .number = number_, .name = name_of(operation)});
   }
 }
 

@@ -1,4 +1,5 @@
 // Every collective of the c10d face: argument checks, descriptor, segments.
+#include <chrono>
 #include <climits>
 #include <numeric>
 
@@ -340,6 +341,12 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::scatter(Tensors& outputs, 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::barrier(const c10d::BarrierOptions& opts) {
   return submit({OpType::BARRIER, "multicomm:barrier", opts.timeout, opts.asyncOp},
                 make(OpKind::kBarrier, ReduceOp::kNone, at::kByte), {}, {});
+}
+
+ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::join() {
+  auto operation = make(OpKind::kJoin, ReduceOp::kNone, at::kByte);
+  operation->joined_at = std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count();
+  return submit({OpType::UNKNOWN, "multicomm:join", c10d::kUnsetTimeout, true}, std::move(operation), {}, {});
 }
 
 // Tags below 0 are ours.

@@ -79,6 +79,9 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& opts) override;
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  // This rank has no more to submit: until every member has called it, the rank takes part in what the others do, with
+  // elements that change nothing. The Work's source rank is then the last one to come, in group order.
+  WorkPtr join();
   WorkPtr send(Tensors& tensors, int destination, int tag) override;
   WorkPtr recv(Tensors& tensors, int source, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;

@@ -103,6 +103,6 @@ float MulticommWork::getDuration() const {
   return duration->count();
 }
 
-uint64_t MulticommWork::getSequencenumber() const { return operations_.empty() ? 0 : operations_.front()->sequence; }
+uint64_t MulticommWork::getSequencenumber() const { return operations_.empty() ? 0 : operations_.front()->sequence.load(); }
 
 }  // namespace multicomm

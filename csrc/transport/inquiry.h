@@ -11,8 +11,7 @@ namespace multicomm {
 struct Inquiry {
   uint64_t group;   // identity that all its members know, see Channel::identity
   uint64_t number;  // the asker's; comes back with the answer
-  uint64_t name;    // hash of the operation's; 0: it has none
-  uint8_t join;     // 1: it is a join
+  uint64_t name;    // what the members match the operation by, see name_of; 0: its sequence
 };
 
 inline constexpr uint64_t kTakesPart = UINT64_MAX;
