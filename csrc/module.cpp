@@ -10,6 +10,7 @@
 #include "bootstrap/host_identity.h"
 #include "process_group/process_group.h"
 #include "process_group/store_adapter.h"
+#include "verb_bindings.h"
 
 namespace py = pybind11;
 using multicomm::ProcessGroupMulticomm;
@@ -70,8 +71,9 @@ PYBIND11_MODULE(_C, m) {
         return c10::make_intrusive<multicomm::MulticommOptions>(o);
       });
 
-  py::class_<ProcessGroupMulticomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupMulticomm>>(m,
-                                                                                              "ProcessGroupMulticomm")
+  py::class_<ProcessGroupMulticomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupMulticomm>> process_group(
+      m, "ProcessGroupMulticomm");
+  process_group
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        const std::vector<int>& global_ranks, int world_rank, int world_size, const std::string& name,
                        const std::string& server_executable,
@@ -96,6 +98,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("_world_size", [](const ProcessGroupMulticomm& pg) { return pg.description().world_size; })
       .def("abort", &ProcessGroupMulticomm::abort, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &ProcessGroupMulticomm::shutdown, py::call_guard<py::gil_scoped_release>());
+  multicomm::bind_verbs(m, process_group);
 
   m.def("stats", &statistics, "Counters per group of this process.");
   m.def(
@@ -135,6 +138,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("start_description", [] {
     const auto* runtime = multicomm::bootstrap::MpiRuntime::current();
     return runtime == nullptr ? std::string("MPI not started") : runtime->describe();
+  });
+  m.def("nodes", [] {
+    std::vector<uint64_t> nodes;
+    if (const auto* runtime = multicomm::bootstrap::MpiRuntime::current())
+      for (const auto& peer : runtime->peers()) nodes.push_back(peer.node);
+    return nodes;
   });
   m.def("launched_by_mpi", &multicomm::bootstrap::launched_by_mpi);
 }

@@ -28,8 +28,16 @@ GroupState::GroupState(Coordinator& coordinator, GroupInfo info) : coordinator_(
 
 std::string GroupState::describe() const { return group_text(info_); }
 
-ErrorPtr GroupState::enqueue(const OperationPtr& operation) {
+GroupState::Refused GroupState::enqueue(std::span<const OperationPtr> operations) {
+  Refused refused;
   const std::lock_guard lock(queue_mutex_);
+  for (const OperationPtr& operation : operations)
+    if (ErrorPtr error = take(operation)) refused.emplace_back(operation, std::move(error));
+  return refused;
+}
+
+// Under the queue's lock.
+ErrorPtr GroupState::take(const OperationPtr& operation) {
   if (failure_) return failure_;
   if (const auto lost = coordinator_.memory().enter(*operation)) return lost_memory_error(info_, *operation, *lost);
   if (is_point_to_point(operation->descriptor.kind)) {
@@ -199,6 +207,14 @@ uint32_t GroupState::fill_record() {
 }
 
 void GroupState::start_round() {
+  // Never offered, on any member: what it builds on has failed, for all of them.
+  while (!pending_.empty()) {
+    ErrorPtr error = pending_.front()->hopeless();
+    if (!error) break;
+    const OperationPtr operation = std::move(pending_.front());
+    pending_.pop_front();
+    settle(operation, std::move(error));
+  }
   if (pending_.empty() && !leaving_ && !announce_failure_) return;  // an idle group sends nothing
   if (fill_record() == 0 && !leaving_ && !announce_failure_) return;
   round_active_ = true;
@@ -251,7 +267,7 @@ void GroupState::follow_up() {
   if (order_due_) start_order();
   if (broken_ || round_active_) return;
   if (table_ == Table::kDisagreement) start_table(pending_.front()->describe());
-  if (table_ == Table::kSizes) start_table(std::to_string(pending_.front()->inputs.front().count));
+  if (table_ == Table::kSizes) start_table(std::to_string(pending_.front()->piece_size()));
   if (table_ == Table::kDevices) {
     my_entry_ = {};
     guarded([&] { channel_->device()->introduce(-1, *pending_.front(), my_entry_); });

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "process_group/arguments.h"
+#include "process_group/handle.h"
 #include "process_group/runtime.h"
 #include "process_group/work.h"
 
@@ -31,6 +32,15 @@ struct GroupDescription {
   int world_size;
   std::string name;
   std::string server_executable;
+};
+
+// Of a verb's call, where it has a meaning.
+struct VerbOptions {
+  ReduceOp op = ReduceOp::kNone;
+  double before = 1, after = 1;  // factors of the input and of the result
+  const char* name = nullptr;    // of a grouped call: its members are NAME.0, NAME.1, ...
+  bool grouped = false;
+  bool in_place = false;
 };
 
 // Thread-safe, as far as c10d orders the collectives of one group.
@@ -99,6 +109,16 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   void waitForPendingWorks() override;
   void enableCollectivesTiming() override { timing_.store(true); }
 
+  // The package's own verbs (verbs.cpp): no options, no Work. Tensors of any layout; those of one call are submitted
+  // together. `name`: null for none. Root ranks are global ranks.
+  using HandlePtr = std::shared_ptr<Handle>;
+  HandlePtr verb_all_reduce(const Tensors& tensors, const VerbOptions& options);
+  HandlePtr verb_reduce_scatter(const Tensors& tensors, const VerbOptions& options);
+  HandlePtr verb_broadcast(const Tensors& tensors, int root, const VerbOptions& options);
+  HandlePtr verb_all_gather(const Tensors& tensors, const VerbOptions& options);
+  HandlePtr verb_all_to_all(const at::Tensor& tensor, const std::vector<int64_t>& splits, const VerbOptions& options);
+  HandlePtr verb_barrier();
+
   GroupPtr group() const { return group_; }
   const GroupDescription& description() const { return description_; }
 
@@ -119,7 +139,6 @@ class ProcessGroupMulticomm final : public c10d::Backend {
                                          const c10d::ReduceOp& op) const;
   TensorOperationPtr make_reduce_scatter_from(const at::Tensor& output, const at::Tensor& input,
                                               const c10d::ReduceOp& op) const;
-  TensorOperationPtr finish_all_to_all(TensorOperationPtr operation) const;
   Where at(const char* operation) const { return {group_->info(), operation}; }
   void check_tag(const char* operation, int tag) const;
   void report_missing(const Where& where, const at::Tensor& missing, std::chrono::milliseconds timeout) const;
@@ -137,6 +156,13 @@ class ProcessGroupMulticomm final : public c10d::Backend {
     return submit(call, std::vector<TensorOperationPtr>{std::move(operation)}, inputs, std::move(outputs));
   }
   int global_rank(int64_t rank) const;
+  int group_rank(const Where& where, int root) const;
+  // What every way of submitting has in common.
+  void admit(const std::vector<TensorOperationPtr>& operations, const char* title, std::chrono::milliseconds timeout);
+  void release(const std::vector<TensorOperationPtr>& operations, bool wake);
+  HandlePtr submit_verb(const char* title, Handle::Form form, std::vector<TensorOperationPtr> operations,
+                        const VerbOptions& options, at::Tensor second = {});
+  std::vector<int64_t> sizes_of_members(const at::Tensor& own, bool from_each);
 
   // Works whose hook has not run yet. Outlives the group: a hook may come after it.
   struct Pending {

@@ -119,6 +119,28 @@ def group(index: SupportsIndex) -> dist.ProcessGroup:
     return _at(_required(), index).group
 
 
+def group_of_comm(comm: MPI.Comm) -> dist.ProcessGroup:
+    """The process group of a communicator that was passed to init() or add_comm().
+
+    Raises:
+        TypeError: it is no communicator.
+        ValueError: it was not passed, or init() was not called.
+    """
+    rank = dist.get_rank()
+    if not isinstance(comm, imported_mpi().Comm):
+        raise TypeError(
+            f"rank {rank}: group must be a process group, an mpi4py communicator or the index of one, not "
+            f"{type(comm).__name__}"
+        )
+    found = next((entry for entry in _required().entries if isinstance(entry, _Entry) and entry.comm == comm), None)
+    if found is None:
+        raise ValueError(
+            f"rank {rank}: there is no group of this communicator: pass it to multicomm.init(comms=[...]) or "
+            "multicomm.add_comm() first"
+        )
+    return found.group
+
+
 def comm_of(group: dist.ProcessGroup | SupportsIndex) -> MPI.Intracomm:
     """An mpi4py communicator of a group's members, for calls of the user's own while the group communicates.
 

@@ -53,7 +53,7 @@ def started_mpi(timeout: timedelta | None) -> ModuleType:
             f"torch.distributed is initialised with the backend {dist.get_backend()!r}: initialise it with "
             "'multicomm', or leave it to multicomm.init()"
         )
-    _await_start(default)
+    await_start(default)
     mpi = imported_mpi()  # only now, with MPI up, it makes errors on MPI's world exceptions
     if not mpi.Is_initialized():
         raise RuntimeError(
@@ -89,7 +89,7 @@ def _start_torch(timeout: timedelta | None) -> None:
     dist.init_process_group("multicomm", timeout=timeout)
 
 
-def _await_start(default: _C.ProcessGroupMulticomm) -> None:
+def await_start(default: _C.ProcessGroupMulticomm) -> None:
     """MPI starts in the background, with the default group."""
     while _C.start_description() == _NOT_STARTED:
         if default.get_error().name != "SUCCESS":
