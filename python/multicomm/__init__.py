@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from multicomm import _stack as _stack  # here, since a thread that reads stacks should import nothing
 from multicomm._backend import _register, launched_by_mpi, start, stats
+from multicomm._broadcast import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from multicomm._communicators import add_comm, comm_of, group, init, remove_comm, world
 from multicomm._compression import Compression, Compressor
 from multicomm._groups import (
@@ -25,6 +26,7 @@ from multicomm._groups import (
     shutdown,
     size,
 )
+from multicomm._optimizer import DistributedOptimizer
 from multicomm._redistribution import (
     allgather,
     allgather_async,
@@ -63,6 +65,7 @@ __all__ = [
     "Average",
     "Compression",
     "Compressor",
+    "DistributedOptimizer",
     "Handle",
     "Max",
     "Min",
@@ -72,6 +75,7 @@ __all__ = [
     "add_comm",
     "allgather",
     "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -83,6 +87,9 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "comm_of",
     "cross_rank",
     "cross_size",
