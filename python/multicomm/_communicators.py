@@ -16,7 +16,7 @@ import torch.distributed as dist
 from multicomm._backend import _backend_of
 from multicomm._exchange import agree, digest
 from multicomm._meeting import meet
-from multicomm._mpi import Members, imported_mpi, members_of, started_mpi
+from multicomm._mpi import Members, imported_mpi, is_installed, members_of, start_torch, started_mpi
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -68,7 +68,8 @@ def init(comms: Sequence[MPI.Intracomm] | None = None, *, timeout: timedelta | N
 
     Args:
         comms: intra-communicators of any kind: the world, splits, in any rank order, overlapping, several equal ones,
-            cartesian ones and graphs. ``MPI.COMM_NULL`` is skipped and keeps its index. None stands for the world.
+            cartesian ones and graphs. ``MPI.COMM_NULL`` is skipped and keeps its index. None stands for the world; only
+            that needs no mpi4py, and without it there is no communicator to name by its index.
         timeout: of the groups, and of the wait for the other ranks; by default that of torch's default group.
 
     Raises:
@@ -85,6 +86,10 @@ def init(comms: Sequence[MPI.Intracomm] | None = None, *, timeout: timedelta | N
             "multicomm.init() was called before in this process: add further communicators by multicomm.add_comm(), or "
             "call torch.distributed.destroy_process_group() first"
         )
+    if comms is None and not is_installed():  # whoever has no communicators needs none
+        if not dist.is_initialized():
+            start_torch(timeout)
+        return
     mpi = started_mpi(timeout)
     wrong: TypeError | ValueError | None = None
     members: list[Members | None] = []

@@ -41,12 +41,17 @@ def imported_mpi() -> ModuleType:
     return MPI
 
 
+def is_installed() -> bool:
+    """Whether there is mpi4py, without importing it."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
 def started_mpi(timeout: timedelta | None) -> ModuleType:
     """mpi4py.MPI, when torch's world and MPI are up and agree."""
-    if importlib.util.find_spec("mpi4py") is None:
+    if not is_installed():
         imported_mpi()  # raises, before anything is started
     if not dist.is_initialized():
-        _start_torch(timeout)
+        start_torch(timeout)
     default = _backend_of(dist.group.WORLD)
     if default is None:
         raise ValueError(
@@ -69,7 +74,7 @@ def started_mpi(timeout: timedelta | None) -> ModuleType:
     return mpi
 
 
-def _start_torch(timeout: timedelta | None) -> None:
+def start_torch(timeout: timedelta | None) -> None:
     """torch's world, from whoever has started this process."""
     mpi = sys.modules.get("mpi4py.MPI")
     own_world = mpi.COMM_WORLD.Get_size() if mpi is not None and mpi.Is_initialized() else 0

@@ -9,7 +9,7 @@ class ReduceOp(enum.IntEnum):
     """How allreduce and reducescatter combine the ranks' tensors."""
 
     Average = 0
-    """The sum divided by the number of ranks; of integers, rounded down."""
+    """The sum divided by the number of ranks; of integers, rounded towards zero."""
     Sum = 1
     Adasum = 2
     Min = 3
