@@ -10,6 +10,7 @@
 #include "bootstrap/host_identity.h"
 #include "process_group/process_group.h"
 #include "process_group/store_adapter.h"
+#include "verb_bindings.h"
 
 namespace py = pybind11;
 using multicomm::ProcessGroupMulticomm;
@@ -70,8 +71,9 @@ PYBIND11_MODULE(_C, m) {
         return c10::make_intrusive<multicomm::MulticommOptions>(o);
       });
 
-  py::class_<ProcessGroupMulticomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupMulticomm>>(m,
-                                                                                              "ProcessGroupMulticomm")
+  py::class_<ProcessGroupMulticomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupMulticomm>> process_group(
+      m, "ProcessGroupMulticomm");
+  process_group
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        const std::vector<int>& global_ranks, int world_rank, int world_size, const std::string& name,
                        const std::string& server_executable,
@@ -94,9 +96,14 @@ PYBIND11_MODULE(_C, m) {
                              [](const ProcessGroupMulticomm& pg) { return pg.description().global_ranks; })
       .def_property_readonly("_world_rank", [](const ProcessGroupMulticomm& pg) { return pg.description().world_rank; })
       .def_property_readonly("_world_size", [](const ProcessGroupMulticomm& pg) { return pg.description().world_size; })
+      .def("_named_all_reduce", &ProcessGroupMulticomm::named_all_reduce, py::call_guard<py::gil_scoped_release>())
+      .def("_named_all_gather", &ProcessGroupMulticomm::named_all_gather, py::call_guard<py::gil_scoped_release>())
+      .def("_named_all_to_all", &ProcessGroupMulticomm::named_all_to_all, py::call_guard<py::gil_scoped_release>())
+      .def("_next_composed", &ProcessGroupMulticomm::next_composed)
       .def("_join", &ProcessGroupMulticomm::join, py::call_guard<py::gil_scoped_release>())
       .def("abort", &ProcessGroupMulticomm::abort, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &ProcessGroupMulticomm::shutdown, py::call_guard<py::gil_scoped_release>());
+  multicomm::bind_verbs(m, process_group);
 
   m.def("stats", &statistics, "Counters per group of this process.");
   m.def(
@@ -136,6 +143,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("start_description", [] {
     const auto* runtime = multicomm::bootstrap::MpiRuntime::current();
     return runtime == nullptr ? std::string("MPI not started") : runtime->describe();
+  });
+  m.def("nodes", [] {
+    std::vector<uint64_t> nodes;
+    if (const auto* runtime = multicomm::bootstrap::MpiRuntime::current())
+      for (const auto& peer : runtime->peers()) nodes.push_back(peer.node);
+    return nodes;
   });
   m.def("launched_by_mpi", &multicomm::bootstrap::launched_by_mpi);
 }

@@ -33,13 +33,12 @@ std::vector<GroupPtr> Coordinator::groups() const {
   return groups_;
 }
 
-void Coordinator::submit(const GroupPtr& group, OperationPtr operation) {
-  unfinished_.fetch_add(1, std::memory_order_relaxed);
-  if (ErrorPtr error = group->enqueue(operation)) {
+void Coordinator::submit(const GroupPtr& group, std::span<const OperationPtr> operations) {
+  unfinished_.fetch_add(operations.size(), std::memory_order_relaxed);
+  for (auto& [operation, error] : group->enqueue(operations)) {
     unfinished_.fetch_sub(1, std::memory_order_relaxed);
     operation->mark_done(std::move(error));
     sink_.completed(std::move(operation));
-    return;
   }
   if (group->in_inbox.exchange(true)) return;
   const std::lock_guard lock(inbox_mutex_);

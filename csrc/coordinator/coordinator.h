@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "coordinator/group_state.h"
@@ -44,7 +45,9 @@ class Coordinator final : public InquirySink {
   const Settings& settings() const { return settings_; }
   GroupPtr add_group(GroupInfo info);
   // The operation is done at once, with an error, if the group takes no more.
-  void submit(const GroupPtr& group, OperationPtr operation);
+  void submit(const GroupPtr& group, OperationPtr operation) { submit(group, std::span(&operation, 1)); }
+  // Together: the driver takes all of them or none.
+  void submit(const GroupPtr& group, std::span<const OperationPtr> operations);
   // Runs `task` on the driver at its next step.
   void post(std::function<void()> task);
   bool has_inbox() const { return inbox_flag_.load(std::memory_order_acquire); }

@@ -36,8 +36,16 @@ GroupState::GroupState(Coordinator& coordinator, GroupInfo info) : coordinator_(
 
 std::string GroupState::describe() const { return group_text(info_); }
 
-ErrorPtr GroupState::enqueue(const OperationPtr& operation) {
+GroupState::Refused GroupState::enqueue(std::span<const OperationPtr> operations) {
+  Refused refused;
   const std::lock_guard lock(queue_mutex_);
+  for (const OperationPtr& operation : operations)
+    if (ErrorPtr error = take(operation)) refused.emplace_back(operation, std::move(error));
+  return refused;
+}
+
+// Under the queue's lock.
+ErrorPtr GroupState::take(const OperationPtr& operation) {
   if (failure_) return failure_;
   if (const auto lost = coordinator_.memory().enter(*operation)) return lost_memory_error(info_, *operation, *lost);
   if (is_point_to_point(operation->descriptor.kind)) {
@@ -230,7 +238,7 @@ void GroupState::offer_pending() {
   uint32_t offered = 0;
   InlineLayout layout(mine_.group_size);
   for (const OperationPtr& operation : pending_) {
-    if (offered == kMaxDescriptors || is_join(operation) || !enter(operation)) break;
+    if (offered == kMaxDescriptors || is_join(operation) || operation->hopeless() || !enter(operation)) break;
     const Descriptor& descriptor = operation->descriptor;
     if (const auto slot = layout.place(descriptor)) {
       std::memset(mine_.payload + slot->offset, 0, slot->bytes);
@@ -246,7 +254,19 @@ void GroupState::offer_pending() {
   mine_.offered = mine_.agreed = offered;
 }
 
+// Never offered, on any member: what they build on has failed, for all of them.
+void GroupState::drop_hopeless() {
+  const auto settle_hopeless = [this](const OperationPtr& operation) { settle(operation, operation->hopeless()); };
+  for (const OperationPtr& operation : names_.take_hopeless()) settle_hopeless(operation);
+  while (!pending_.empty() && pending_.front()->hopeless()) {
+    const OperationPtr operation = std::move(pending_.front());
+    pending_.pop_front();
+    settle_hopeless(operation);
+  }
+}
+
 void GroupState::start_round() {
+  drop_hopeless();
   const bool announces = leaving_ || announce_failure_;
   if (pending_.empty() && names_.empty() && !announces) return;  // an idle group sends nothing
   if (all_joined_ && !announces) return;
@@ -428,7 +448,9 @@ void GroupState::follow_up() {
   if (order_due_) start_order();
   if (broken_ || round_active_) return;
   if (table_ == Table::kDisagreement) start_table(text_for_others());
-  if (table_ == Table::kSizes) start_table(std::to_string(asked_about()->inputs.front().count));
+  if (table_ == Table::kSizes)
+    start_table(std::to_string(asked_about()->piece_size()) + ' ' +
+                std::to_string(asked_about()->inputs.front().count));
   if (table_ == Table::kDevices) {
     my_entry_ = {};
     guarded([&] { channel_->device()->introduce(-1, *pending_.front(), my_entry_); });
@@ -655,7 +677,7 @@ void GroupState::on_piece_sizes(const std::vector<TableEntry>& entries) {
   const OperationPtr operation = take_asked_about();
   operation->contributors = static_cast<int>(result_.active);
   try {
-    operation->set_piece_sizes(*sizes);
+    operation->set_piece_sizes(as_joined() ? sizes->elements : sizes->sizes);
   } catch (const std::exception& failure) {
     // No room for what comes, so the batch cannot be launched, nor any after it: peers would exchange other data.
     const ErrorPtr cause = cannot_prepare_error(info_, *operation, failure.what());

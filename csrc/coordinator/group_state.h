@@ -8,7 +8,9 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "coordinator/batch.h"
@@ -50,8 +52,9 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
 
   // --- any thread ---
   const GroupInfo& info() const { return info_; }
-  // Queues the operation and numbers it, or returns why the group takes no more.
-  ErrorPtr enqueue(const OperationPtr& operation);
+  // Queues the operations and numbers them, together. Returns those that the group does not take, and why.
+  using Refused = std::vector<std::pair<OperationPtr, ErrorPtr>>;
+  Refused enqueue(std::span<const OperationPtr> operations);
   uint64_t sequence() const { return next_sequence_.load(); }
   GroupStatistics statistics() const;
   ErrorPtr failure() const;
@@ -135,10 +138,12 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   Stall& stall_of(const Operation& operation) { return stalls_[is_point_to_point(operation.descriptor.kind) ? 1 : 0]; }
   void take_submissions();
   void wait_by_name(const OperationPtr& operation);
+  ErrorPtr take(const OperationPtr& operation);
   void post_point_to_point();
   bool enter(const OperationPtr& operation);
   uint64_t fill_record();
   void offer_pending();
+  void drop_hopeless();
   void start_round();
   void on_round(const std::string* error);
   uint32_t covered_prefix();

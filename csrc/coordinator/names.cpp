@@ -76,21 +76,41 @@ NamedOperations::Matches NamedOperations::match(const NameRecord& result, bool j
       if (slot >= slots_.size()) continue;
       slots_[slot].used = ++clock_;
       const uint64_t hash = slots_[slot].hash;
-      Name& name = names_.at(hash);
-      OperationPtr operation = std::exchange(name.head, nullptr);
-      if (operation) --waiting_;
       submitted_.remove(slot);
       unchanged_.remove(slot);
-      if (!name.later.empty()) {
-        name.head = std::move(name.later.front());
-        name.later.erase(name.later.begin());
-        unoffered_.push_back(slot);
-      }
+      Name& name = names_.at(hash);
+      OperationPtr operation = take_head(name);
+      if (name.head) unoffered_.push_back(slot);
       if (!joined && result.unchanged.has(slot)) matches.agreed.push_back(std::move(operation));
       else matches.submitted.push_back({slot, hash, std::move(operation)});
     }
   }
   return matches;
+}
+
+OperationPtr NamedOperations::take_head(Name& name) {
+  OperationPtr operation = std::exchange(name.head, nullptr);
+  if (operation) --waiting_;
+  if (name.later.empty()) return operation;
+  name.head = std::move(name.later.front());
+  name.later.erase(name.later.begin());
+  return operation;
+}
+
+std::vector<OperationPtr> NamedOperations::take_hopeless() {
+  std::vector<OperationPtr> taken;
+  const auto take = [&](Name& name) {  // whether nothing waits under it any more
+    while (name.head && name.head->hopeless()) taken.push_back(take_head(name));
+    return name.head == nullptr;
+  };
+  std::erase_if(unoffered_, [&](uint32_t slot) { return take(names_.at(slots_[slot].hash)); });
+  std::erase_if(strangers_, [&](uint64_t hash) {
+    const auto name = names_.find(hash);
+    if (!take(name->second)) return false;
+    names_.erase(name);
+    return true;
+  });
+  return taken;
 }
 
 void NamedOperations::propose(NameRecord& mine) const {

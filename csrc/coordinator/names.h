@@ -79,6 +79,8 @@ class NamedOperations {
   void agreed(const Match& match, const Descriptor& descriptor);
 
   bool waits_for(uint64_t hash) const;
+  // Takes out those that will never be offered, see Operation::hopeless.
+  std::vector<OperationPtr> take_hopeless();
   // Takes out all but what the record in flight has offered.
   std::vector<OperationPtr> take_all_but(const NameRecord& offered);
   template <typename Use>
@@ -98,6 +100,7 @@ class NamedOperations {
     bool has_descriptor = false;
     Descriptor descriptor{};
   };
+  OperationPtr take_head(Name& name);
   void propose(NameRecord& mine) const;
   uint32_t new_slot();
 

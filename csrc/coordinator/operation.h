@@ -53,7 +53,12 @@ class Operation {
   // Driver: makes `inputs` and `outputs` readable and writable (stages what is not contiguous). Called once, after
   // every operation on overlapping memory is done. On a device its plane does so, in the order of the device's stream.
   virtual void prepare() {}
-  // Driver, kGatherVariable: how many elements each member brings, once all have submitted. Makes room in `outputs`.
+  // Driver: why it cannot be offered, although nothing is in the way of its memory any more. Asked before prepare();
+  // must be the same on all members that have submitted it.
+  virtual ErrorPtr hopeless() const { return nullptr; }
+  // Driver, kGatherVariable: this member's piece, in elements or whatever else the operation counts in.
+  virtual int64_t piece_size() const { return inputs.front().count; }
+  // Driver, kGatherVariable: how much each member brings, once all have submitted. Makes room in `outputs`.
   virtual void set_piece_sizes(const std::vector<int64_t>&) {}
   // Driver: copies staged outputs back. Not called for a failed operation: no output is touched. On a device its plane
   // calls it.

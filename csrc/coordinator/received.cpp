@@ -42,19 +42,25 @@ const char* implausible(const Record& mine, const Record& result) {
 
 std::string text_in(const char* field, size_t size) { return {field, strnlen(field, size)}; }
 
-std::optional<std::vector<int64_t>> piece_sizes(const std::vector<TableEntry>& table) {
+std::optional<PieceSizes> piece_sizes(const std::vector<TableEntry>& table) {
   constexpr int64_t kMost = int64_t{1} << 56;  // over all members: their bytes, of whatever dtype, can be counted
-  std::vector<int64_t> sizes;
-  int64_t sum = 0;
+  PieceSizes all;
+  int64_t sums[2] = {};
   for (const TableEntry& entry : table) {
     const char* const end = entry.text + strnlen(entry.text, sizeof(entry.text));
-    int64_t size = 0;
-    const auto [stop, error] = std::from_chars(entry.text, end, size);
-    if (error != std::errc() || stop != end || size < 0 || size > kMost - sum) return std::nullopt;
-    sum += size;
-    sizes.push_back(size);
+    const char* at = entry.text;
+    int64_t numbers[2] = {};
+    for (int i = 0; i < 2; ++i) {
+      const auto [stop, error] = std::from_chars(at, end, numbers[i]);
+      const bool ends_well = i == 0 ? stop != end && *stop == ' ' : stop == end;
+      if (error != std::errc() || !ends_well || numbers[i] < 0 || numbers[i] > kMost - sums[i]) return std::nullopt;
+      sums[i] += numbers[i];
+      at = stop + 1;
+    }
+    all.sizes.push_back(numbers[0]);
+    all.elements.push_back(numbers[1]);
   }
-  return sizes;
+  return all;
 }
 
 }  // namespace multicomm

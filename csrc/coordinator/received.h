@@ -21,7 +21,12 @@ const char* implausible(const Record& mine, const Record& result);
 // The text in a field of fixed size, which a peer may have left without its end.
 std::string text_in(const char* field, size_t size);
 
-// How many elements each member says it brings; nothing when one of them says no such number.
-std::optional<std::vector<int64_t>> piece_sizes(const std::vector<TableEntry>& table);
+// What each member says of its piece: its size as the operation counts (see Operation::piece_size), and its elements.
+struct PieceSizes {
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> elements;
+};
+// Nothing when one of them says no such numbers.
+std::optional<PieceSizes> piece_sizes(const std::vector<TableEntry>& table);
 
 }  // namespace multicomm

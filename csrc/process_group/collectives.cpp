@@ -6,14 +6,10 @@
 #include "process_group/arguments.h"
 #include "process_group/process_group.h"
 #include "process_group/sparse_operation.h"
+#include "process_group/variable_operation.h"
 
 namespace multicomm {
 namespace {
-
-void mix_sizes(TensorOperation& operation, at::IntArrayRef sizes) {
-  operation.mix_equal(sizes.size());
-  for (const int64_t size : sizes) operation.mix_equal(static_cast<uint64_t>(size));
-}
 
 bool all_equal(const std::vector<Segment>& segments) {
   for (const Segment& s : segments)
@@ -25,10 +21,6 @@ bool all_equal(const std::vector<Segment>& segments) {
 void mix_uneven(TensorOperation& operation, const std::vector<Segment>& segments) {
   operation.descriptor.count = kUneven;
   for (const Segment& s : segments) operation.mix_equal(static_cast<uint64_t>(s.count));
-}
-
-uint64_t pair_hash(int from, int to, int64_t count) {
-  return hash_combine(mix(static_cast<uint64_t>(from)) + static_cast<uint64_t>(to), static_cast<uint64_t>(count));
 }
 
 }  // namespace
@@ -46,7 +38,7 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_reduce
   auto operation =
       make(OpKind::kAllReduce, to_reduce_op(at("all_reduce"), op, tensor.scalar_type()), tensor.scalar_type());
   operation->descriptor.count = static_cast<uint64_t>(tensor.numel());
-  mix_sizes(*operation, tensor.sizes());
+  operation->mix_sizes(tensor.sizes());
   operation->premultiply(factor_of(at("all_reduce"), op, tensor.scalar_type()));
   operation->add_in_place(tensor);
   return operation;
@@ -91,7 +83,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::broadcast(Tensors& tensors
   check_writable(at("broadcast"), tensor);
   auto operation = make(OpKind::kBroadcast, ReduceOp::kNone, tensor.scalar_type(), opts.rootRank);
   operation->descriptor.count = static_cast<uint64_t>(tensor.numel());
-  mix_sizes(*operation, tensor.sizes());
+  operation->mix_sizes(tensor.sizes());
   if (opts.rootRank == rank_) operation->add_input(tensor);
   else operation->add_output(tensor);
   return submit({OpType::BROADCAST, "multicomm:broadcast", opts.timeout, opts.asyncOp}, operation, tensors, tensors);
@@ -104,7 +96,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::reduce(Tensors& tensors, c
   auto operation = make(OpKind::kReduce, to_reduce_op(at("reduce"), opts.reduceOp, tensor.scalar_type()),
                         tensor.scalar_type(), opts.rootRank);
   operation->descriptor.count = static_cast<uint64_t>(tensor.numel());
-  mix_sizes(*operation, tensor.sizes());
+  operation->mix_sizes(tensor.sizes());
   operation->premultiply(factor_of(at("reduce"), opts.reduceOp, tensor.scalar_type()));
   if (opts.rootRank == rank_) operation->add_in_place(tensor);
   else operation->add_input(tensor);
@@ -124,7 +116,7 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_gather
     operation->add_output(output);
   }
   operation->descriptor.count = static_cast<uint64_t>(input.numel());
-  if (all_equal(operation->outputs)) mix_sizes(*operation, input.sizes());
+  if (all_equal(operation->outputs)) operation->mix_sizes(input.sizes());
   else mix_uneven(*operation, operation->outputs);
   return operation;
 }
@@ -168,7 +160,7 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_gather
   operation->descriptor.count = static_cast<uint64_t>(input.numel());
   operation->add_input(input);
   operation->add_split_output(output, std::vector<int64_t>(static_cast<size_t>(size_), input.numel()));
-  mix_sizes(*operation, input.sizes());
+  operation->mix_sizes(input.sizes());
   return operation;
 }
 
@@ -248,14 +240,14 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::reduce_scatter_tensor_coal
                 std::move(operations), inputs, outputs);
 }
 
-// What rank a sends to b must be what b expects from a: each pair adds its hash on one side and takes it away on the
-// other, so the sum over all ranks is 0 exactly when everything fits.
-ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::finish_all_to_all(TensorOperationPtr operation) const {
-  for (int peer = 0; peer < size_; ++peer) {
-    const auto at = static_cast<size_t>(peer);
-    operation->descriptor.checksum += pair_hash(rank_, peer, operation->inputs[at].count);
-    operation->descriptor.checksum -= pair_hash(peer, rank_, operation->outputs[at].count);
-  }
+ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_to_all(
+    const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
+    const std::vector<int64_t>& input_splits) const {
+  check_pair(at("all_to_all_single"), output, input);
+  auto operation = make(OpKind::kAllToAll, ReduceOp::kNone, input.scalar_type());
+  operation->add_split_input(input, split_counts(at("all_to_all_single"), "input", input, input_splits, size_));
+  operation->add_split_output(output, split_counts(at("all_to_all_single"), "output", output, output_splits, size_));
+  balance_pieces(*operation, rank_);
   return operation;
 }
 
@@ -263,12 +255,8 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::alltoall_base(at::Tensor& 
                                                                     std::vector<int64_t>& output_splits,
                                                                     std::vector<int64_t>& input_splits,
                                                                     const c10d::AllToAllOptions& opts) {
-  check_pair(at("all_to_all_single"), output, input);
-  auto operation = make(OpKind::kAllToAll, ReduceOp::kNone, input.scalar_type());
-  operation->add_split_input(input, split_counts(at("all_to_all_single"), "input", input, input_splits, size_));
-  operation->add_split_output(output, split_counts(at("all_to_all_single"), "output", output, output_splits, size_));
   return submit({OpType::ALLTOALL_BASE, "multicomm:all_to_all_single", opts.timeout, opts.asyncOp},
-                finish_all_to_all(std::move(operation)), {input}, {output});
+                make_all_to_all(output, input, output_splits, input_splits), {input}, {output});
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::alltoall(Tensors& outputs, Tensors& inputs,
@@ -283,8 +271,9 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::alltoall(Tensors& outputs,
     check_writable(at("all_to_all"), tensor);
     operation->add_output(tensor);
   }
-  return submit({OpType::ALLTOALL, "multicomm:all_to_all", opts.timeout, opts.asyncOp},
-                finish_all_to_all(std::move(operation)), inputs, outputs);
+  balance_pieces(*operation, rank_);
+  return submit({OpType::ALLTOALL, "multicomm:all_to_all", opts.timeout, opts.asyncOp}, std::move(operation), inputs,
+                outputs);
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::gather(TensorLists& outputs, Tensors& inputs,
@@ -293,7 +282,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::gather(TensorLists& output
   check_root(at("gather"), opts.rootRank, size_);
   auto operation = make(OpKind::kGather, ReduceOp::kNone, input.scalar_type(), opts.rootRank);
   operation->descriptor.count = static_cast<uint64_t>(input.numel());
-  mix_sizes(*operation, input.sizes());
+  operation->mix_sizes(input.sizes());
   operation->add_input(input);
   Tensors results;
   if (opts.rootRank == rank_) {
@@ -321,7 +310,7 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::scatter(Tensors& outputs, 
   check_writable(at("scatter"), output);
   auto operation = make(OpKind::kScatter, ReduceOp::kNone, output.scalar_type(), opts.rootRank);
   operation->descriptor.count = static_cast<uint64_t>(output.numel());
-  mix_sizes(*operation, output.sizes());
+  operation->mix_sizes(output.sizes());
   if (opts.rootRank == rank_) {
     TORCH_CHECK_VALUE(inputs.size() == 1, at("scatter"), " needs one input list on the source rank");
     check_list(at("scatter"), "input", inputs.front(), size_, output.scalar_type());
@@ -341,6 +330,32 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::scatter(Tensors& outputs, 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::barrier(const c10d::BarrierOptions& opts) {
   return submit({OpType::BARRIER, "multicomm:barrier", opts.timeout, opts.asyncOp},
                 make(OpKind::kBarrier, ReduceOp::kNone, at::kByte), {}, {});
+}
+
+ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::named_all_reduce(const at::Tensor& tensor,
+                                                                       const std::string& name) {
+  auto operation = make_all_reduce(tensor, c10d::ReduceOp(c10d::ReduceOp::SUM));
+  operation->name = name;
+  return submit({OpType::ALLREDUCE, "multicomm:all_reduce", c10d::kUnsetTimeout, true}, std::move(operation), {tensor},
+                {tensor});
+}
+
+ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::named_all_gather(const at::Tensor& output,
+                                                                       const at::Tensor& input,
+                                                                       const std::string& name) {
+  auto operation = make_all_gather_into(output, input);
+  operation->name = name;
+  return submit({OpType::_ALLGATHER_BASE, "multicomm:all_gather_into_tensor", c10d::kUnsetTimeout, true},
+                std::move(operation), {input}, {output});
+}
+
+ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::named_all_to_all(const at::Tensor& output,
+                                                                       const at::Tensor& input,
+                                                                       const std::string& name) {
+  auto operation = make_all_to_all(output, input, {}, {});
+  operation->name = name;
+  return submit({OpType::ALLTOALL_BASE, "multicomm:all_to_all_single", c10d::kUnsetTimeout, true}, std::move(operation),
+                {input}, {output});
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::join() {

@@ -326,34 +326,52 @@ void ProcessGroupMulticomm::follow_streams(const std::vector<TensorOperationPtr>
   }
 }
 
+// Checks, and gives the operations what they carry along: the place in their streams, the time.
+void ProcessGroupMulticomm::admit(const std::vector<TensorOperationPtr>& operations, const char* title,
+                                  std::chrono::milliseconds timeout) {
+  for (const auto& operation : operations) check_device(*operation, title);
+  follow_streams(operations);
+  const auto now = Operation::Clock::now();
+  const bool own = timeout != c10d::kUnsetTimeout;
+  const auto deadline = now + (own ? timeout : timeout_.load());
+  for (const auto& operation : operations) {
+    operation->submitted = now;
+    operation->own_deadline = own;
+    operation->deadline = deadline;
+  }
+}
+
+void ProcessGroupMulticomm::release(const std::vector<TensorOperationPtr>& operations, bool wake) {
+  Runtime& runtime = Runtime::get();
+  if (operations.size() == 1) {
+    runtime.coordinator().submit(group_, operations.front());
+  } else {
+    const std::vector<OperationPtr> together(operations.begin(), operations.end());
+    runtime.coordinator().submit(group_, together);
+  }
+  if (wake) runtime.driver().wake();
+  runtime.driver().pace();
+}
+
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::submit(const Call& call,
                                                              std::vector<TensorOperationPtr> operations,
                                                              const Tensors& inputs, Tensors outputs) {
-  for (const auto& operation : operations) check_device(*operation, call.title);
   {
     const std::lock_guard lock(mutex_);
     if (coalescing_) {
+      for (const auto& operation : operations) check_device(*operation, call.title);
       // Numbered and sent at endCoalescing; the Work returned there stands for all of them.
       coalesced_.insert(coalesced_.end(), operations.begin(), operations.end());
       coalesced_outputs_.insert(coalesced_outputs_.end(), outputs.begin(), outputs.end());
       return nullptr;
     }
   }
-  Runtime& runtime = Runtime::get();
-  follow_streams(operations);
-  const auto now = Operation::Clock::now();
-  for (const auto& operation : operations) {
-    operation->submitted = now;
-    operation->own_deadline = call.timeout != c10d::kUnsetTimeout;
-    operation->deadline = now + (operation->own_deadline ? call.timeout : timeout_.load());
-  }
+  admit(operations, call.title, call.timeout);
   auto work = c10::make_intrusive<MulticommWork>(rank_, call.type, call.title, inputs, std::move(operations),
                                                  std::move(outputs));
   observe(work->state(), call, work->operations());
-  for (const auto& operation : work->operations()) runtime.coordinator().submit(group_, operation);
   // A synchronous caller waits right away and drives by itself: waking the thread would only take its core.
-  if (call.async) runtime.driver().wake();
-  runtime.driver().pace();
+  release(work->operations(), call.async);
   return work;
 }
 

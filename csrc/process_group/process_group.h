@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "process_group/arguments.h"
+#include "process_group/handle.h"
 #include "process_group/runtime.h"
 #include "process_group/work.h"
 
@@ -31,6 +32,15 @@ struct GroupDescription {
   int world_size;
   std::string name;
   std::string server_executable;
+};
+
+// Of a verb's call, where it has a meaning.
+struct VerbOptions {
+  ReduceOp op = ReduceOp::kNone;
+  double before = 1, after = 1;  // factors of the input and of the result
+  const char* name = nullptr;    // of a grouped call: its members are NAME.0, NAME.1, ...
+  bool grouped = false;
+  bool in_place = false;
 };
 
 // Thread-safe, as far as c10d orders the collectives of one group.
@@ -82,6 +92,12 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   // This rank has no more to submit: until every member has called it, the rank takes part in what the others do, with
   // elements that change nothing. The Work's source rank is then the last one to come, in group order.
   WorkPtr join();
+  // As all_reduce (SUM), all_gather_into_tensor and all_to_all_single, but matched by name.
+  WorkPtr named_all_reduce(const at::Tensor& tensor, const std::string& name);
+  WorkPtr named_all_gather(const at::Tensor& output, const at::Tensor& input, const std::string& name);
+  WorkPtr named_all_to_all(const at::Tensor& output, const at::Tensor& input, const std::string& name);
+  // A number for each call that is made of several operations, of which all members make the same in the same order.
+  uint64_t next_composed() { return composed_.fetch_add(1); }
   WorkPtr send(Tensors& tensors, int destination, int tag) override;
   WorkPtr recv(Tensors& tensors, int source, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
@@ -102,6 +118,16 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   void waitForPendingWorks() override;
   void enableCollectivesTiming() override { timing_.store(true); }
 
+  // The package's own verbs (verbs.cpp): no options, no Work. Tensors of any layout; those of one call are submitted
+  // together. `name`: null for none. Root ranks are global ranks.
+  using HandlePtr = std::shared_ptr<Handle>;
+  HandlePtr verb_all_reduce(const Tensors& tensors, const VerbOptions& options);
+  HandlePtr verb_reduce_scatter(const Tensors& tensors, const VerbOptions& options);
+  HandlePtr verb_broadcast(const Tensors& tensors, int root, const VerbOptions& options);
+  HandlePtr verb_all_gather(const Tensors& tensors, const VerbOptions& options);
+  HandlePtr verb_all_to_all(const at::Tensor& tensor, const std::vector<int64_t>& splits, const VerbOptions& options);
+  HandlePtr verb_barrier();
+
   GroupPtr group() const { return group_; }
   const GroupDescription& description() const { return description_; }
 
@@ -118,11 +144,13 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   TensorOperationPtr make_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
   TensorOperationPtr make_all_gather(const Tensors& outputs, const at::Tensor& input) const;
   TensorOperationPtr make_all_gather_into(const at::Tensor& output, const at::Tensor& input) const;
+  TensorOperationPtr make_all_to_all(const at::Tensor& output, const at::Tensor& input,
+                                     const std::vector<int64_t>& output_splits,
+                                     const std::vector<int64_t>& input_splits) const;
   TensorOperationPtr make_reduce_scatter(const at::Tensor& output, const Tensors& inputs,
                                          const c10d::ReduceOp& op) const;
   TensorOperationPtr make_reduce_scatter_from(const at::Tensor& output, const at::Tensor& input,
                                               const c10d::ReduceOp& op) const;
-  TensorOperationPtr finish_all_to_all(TensorOperationPtr operation) const;
   Where at(const char* operation) const { return {group_->info(), operation}; }
   void check_tag(const char* operation, int tag) const;
   void report_missing(const Where& where, const at::Tensor& missing, std::chrono::milliseconds timeout) const;
@@ -140,6 +168,13 @@ class ProcessGroupMulticomm final : public c10d::Backend {
     return submit(call, std::vector<TensorOperationPtr>{std::move(operation)}, inputs, std::move(outputs));
   }
   int global_rank(int64_t rank) const;
+  int group_rank(const Where& where, int root) const;
+  // What every way of submitting has in common.
+  void admit(const std::vector<TensorOperationPtr>& operations, const char* title, std::chrono::milliseconds timeout);
+  void release(const std::vector<TensorOperationPtr>& operations, bool wake);
+  HandlePtr submit_verb(const char* title, Handle::Form form, std::vector<TensorOperationPtr> operations,
+                        const VerbOptions& options, at::Tensor second = {});
+  std::vector<int64_t> sizes_of_members(const at::Tensor& own, bool from_each, const VerbOptions& options);
 
   // Works whose hook has not run yet. Outlives the group: a hook may come after it.
   struct Pending {
@@ -153,6 +188,7 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<bool> timing_{false};
   std::atomic<int> monitored_barriers_{0};
+  std::atomic<uint64_t> composed_{0};
   std::atomic<int> device_{-1};  // index of the one that its tensors are on; -1: none yet
   using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
   std::shared_ptr<const Hook> hook_;  // set before the first operation

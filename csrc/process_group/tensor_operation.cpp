@@ -145,6 +145,11 @@ TensorOperation::TensorOperation(OpKind kind, ReduceOp reduce_op, at::ScalarType
 
 void TensorOperation::mix_equal(uint64_t value) { descriptor.equal_hash = hash_combine(descriptor.equal_hash, value); }
 
+void TensorOperation::mix_sizes(at::IntArrayRef sizes) {
+  mix_equal(sizes.size());
+  for (const int64_t size : sizes) mix_equal(static_cast<uint64_t>(size));
+}
+
 void TensorOperation::add_ranges(const at::Tensor& tensor, bool write) {
   if (tensor.numel() == 0) return;
   const auto base = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
@@ -246,6 +251,7 @@ std::string TensorOperation::describe() const {
     case OpKind::kReduceScatter: text << "elements " << counts(inputs); break;
     default: text << tensors_.front().sizes(); break;
   }
+  if (!name.empty()) text << ", named '" << name << '\'';
   // Where some ranks have it on the CPU, this is all that differs.
   if (device) text << " on " << c10::DeviceTypeName(device->type(), true);
   return text.str();
@@ -276,6 +282,7 @@ void TensorOperation::finish() {
   const at::AutoDispatchBelowADInplaceOrView guard;
   for (Staged& s : staged_)
     if (s.outputs > 0) s.tensor.copy_(s.buffer);
+  if (after_.defined()) result.mul_(after_);
 }
 
 void TensorOperation::finalize_launch() {

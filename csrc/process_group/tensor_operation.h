@@ -76,7 +76,10 @@ class TensorOperation : public DeviceOperation {
   void add_split_output(const at::Tensor& tensor, const std::vector<int64_t>& counts);
   // Scales every input added from here on, in a copy; `factor` has one element of the tensors' dtype, or is undefined.
   void premultiply(at::Tensor factor) { factor_ = std::move(factor); }
+  // Scales `result` when the operation is done; `factor` as above.
+  void postmultiply(at::Tensor factor) { after_ = std::move(factor); }
   void mix_equal(uint64_t value);  // into the descriptor's hash of what must be equal
+  void mix_sizes(at::IntArrayRef sizes);
 
   std::string describe() const override;
   void prepare() override;
@@ -90,6 +93,7 @@ class TensorOperation : public DeviceOperation {
 
   std::shared_ptr<WorkState> work;
   bool counted_for_future = false;  // WorkState's
+  at::Tensor result;                // of the package's own verbs: what their caller gets; valid once done
   at::ScalarType scalar_type;
 
  private:
@@ -106,6 +110,7 @@ class TensorOperation : public DeviceOperation {
   std::optional<c10::Device> second_device_;
   std::vector<Staged> staged_;
   at::Tensor factor_;
+  at::Tensor after_;
   const int shown_root_;
 };
 

@@ -5,6 +5,51 @@
 #include "process_group/streams.h"
 
 namespace multicomm {
+namespace {
+
+using Operations = std::vector<std::shared_ptr<TensorOperation>>;
+
+ErrorPtr first_error_of(const Operations& operations) {
+  for (const auto& operation : operations)
+    if (operation->done() && operation->error()) return operation->error();
+  return nullptr;
+}
+
+// What the current stream is given from now on comes behind the operations.
+void make_streams_wait(const Operations& operations) {
+  const c10::Event* last = nullptr;
+  for (const auto& operation : operations) {
+    if (!operation->event || operation->event.get() == last) continue;
+    const c10::impl::VirtualGuardImpl guard(operation->device->type());
+    const c10::Stream stream = guard.getStream(*operation->device);
+    refuse_capture(guard, stream, "multicomm: wait()");
+    operation->event->block(stream);
+    last = operation->event.get();
+  }
+}
+
+}  // namespace
+
+void await_operations(const Operations& operations, std::chrono::milliseconds timeout) {
+  Runtime& runtime = Runtime::get();
+  const bool blocking = runtime.settings().cuda_blocking_wait;
+  const auto ready = [&](const TensorOperation& o) { return o.done() || (!blocking && o.launched()); };
+  auto deadline = Operation::Clock::time_point::max();
+  for (const auto& operation : operations) {
+    if (ready(*operation)) continue;
+    if (timeout > kNoTimeout && deadline == Operation::Clock::time_point::max())
+      deadline = Operation::Clock::now() + timeout;
+    const bool in_time =
+        runtime.driver().wait_until([&] { return ready(*operation); }, deadline, Runtime::interrupt_check());
+    if (!in_time) {
+      C10_THROW_ERROR(DistBackendError, c10::str("multicomm: wait() gave up after ", timeout.count(),
+                                                 " ms; the operation goes on: ", operation->describe(), ", sequence ",
+                                                 operation->sequence));
+    }
+  }
+  if (const ErrorPtr error = first_error_of(operations)) std::rethrow_exception(to_exception(error));
+  make_streams_wait(operations);
+}
 
 MulticommWork::MulticommWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
                              std::vector<std::shared_ptr<TensorOperation>> operations, std::vector<at::Tensor> outputs)
@@ -19,11 +64,7 @@ bool MulticommWork::done() const {
   return std::all_of(operations_.begin(), operations_.end(), [](const auto& o) { return o->done(); });
 }
 
-ErrorPtr MulticommWork::first_error() const {
-  for (const auto& operation : operations_)
-    if (operation->done() && operation->error()) return operation->error();
-  return nullptr;
-}
+ErrorPtr MulticommWork::first_error() const { return first_error_of(operations_); }
 
 bool MulticommWork::isCompleted() { return done(); }
 bool MulticommWork::isSuccess() const { return done() && !first_error(); }
@@ -40,34 +81,8 @@ std::vector<at::Tensor> MulticommWork::result() { return state_->outputs(); }
 void MulticommWork::synchronize() { wait(kNoTimeout); }
 
 bool MulticommWork::wait(std::chrono::milliseconds timeout) {
-  const auto deadline = timeout > kNoTimeout ? Operation::Clock::now() + timeout : Operation::Clock::time_point::max();
-  Runtime& runtime = Runtime::get();
-  const bool blocking = runtime.settings().cuda_blocking_wait;
-  for (const auto& operation : operations_) {
-    const auto ready = [&] { return operation->done() || (!blocking && operation->launched()); };
-    const bool in_time = runtime.driver().wait_until(ready, deadline, Runtime::interrupt_check());
-    if (!in_time) {
-      C10_THROW_ERROR(DistBackendError, c10::str("multicomm: wait() gave up after ", timeout.count(),
-                                                 " ms; the operation goes on: ", operation->describe(), ", sequence ",
-                                                 operation->sequence));
-    }
-  }
-  if (const ErrorPtr error = first_error()) std::rethrow_exception(to_exception(error));
-  make_streams_wait();
+  await_operations(operations_, timeout);
   return true;
-}
-
-// What the current stream is given from now on comes behind the operations.
-void MulticommWork::make_streams_wait() const {
-  const c10::Event* last = nullptr;
-  for (const auto& operation : operations_) {
-    if (!operation->event || operation->event.get() == last) continue;
-    const c10::impl::VirtualGuardImpl guard(operation->device->type());
-    const c10::Stream stream = guard.getStream(*operation->device);
-    refuse_capture(guard, stream, "multicomm: wait()");
-    operation->event->block(stream);
-    last = operation->event.get();
-  }
 }
 
 void MulticommWork::abort() {
@@ -103,6 +118,8 @@ float MulticommWork::getDuration() const {
   return duration->count();
 }
 
-uint64_t MulticommWork::getSequencenumber() const { return operations_.empty() ? 0 : operations_.front()->sequence.load(); }
+uint64_t MulticommWork::getSequencenumber() const {
+  return operations_.empty() ? 0 : operations_.front()->sequence.load();
+}
 
 }  // namespace multicomm

@@ -10,6 +10,12 @@
 
 namespace multicomm {
 
+// Waits until the operations are done, driving; throws the first error. Of tensors on a device: until they are launched
+// there, and makes the current stream wait for the rest. `timeout` > 0 gives up waiting after that time, see
+// Work.wait().
+void await_operations(const std::vector<std::shared_ptr<TensorOperation>>& operations,
+                      std::chrono::milliseconds timeout);
+
 // Thread-safe: any number of threads may wait. Dropping it neither cancels nor waits: the engine keeps the operation.
 class MulticommWork final : public c10d::Work {
  public:
@@ -37,7 +43,6 @@ class MulticommWork final : public c10d::Work {
 
  private:
   bool done() const;
-  void make_streams_wait() const;
   ErrorPtr first_error() const;
 
   std::vector<std::shared_ptr<TensorOperation>> operations_;

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from multicomm._backend import _backend_of
 from multicomm._exchange import agree, digest
 from multicomm._meeting import meet
-from multicomm._mpi import Members, imported_mpi, members_of, started_mpi
+from multicomm._mpi import Members, imported_mpi, is_installed, members_of, start_torch, started_mpi
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -68,7 +68,8 @@ def init(comms: Sequence[MPI.Intracomm] | None = None, *, timeout: timedelta | N
 
     Args:
         comms: intra-communicators of any kind: the world, splits, in any rank order, overlapping, several equal ones,
-            cartesian ones and graphs. ``MPI.COMM_NULL`` is skipped and keeps its index. None stands for the world.
+            cartesian ones and graphs. ``MPI.COMM_NULL`` is skipped and keeps its index. None stands for the world; only
+            that needs no mpi4py, and without it there is no communicator to name by its index.
         timeout: of the groups, and of the wait for the other ranks; by default that of torch's default group.
 
     Raises:
@@ -85,6 +86,10 @@ def init(comms: Sequence[MPI.Intracomm] | None = None, *, timeout: timedelta | N
             "multicomm.init() was called before in this process: add further communicators by multicomm.add_comm(), or "
             "call torch.distributed.destroy_process_group() first"
         )
+    if comms is None and not is_installed():  # whoever has no communicators needs none
+        if not dist.is_initialized():
+            start_torch(timeout)
+        return
     mpi = started_mpi(timeout)
     wrong: TypeError | ValueError | None = None
     members: list[Members | None] = []
@@ -117,6 +122,28 @@ def group(index: SupportsIndex) -> dist.ProcessGroup:
         TypeError: ``index`` is not an integer.
     """
     return _at(_required(), index).group
+
+
+def group_of_comm(comm: MPI.Comm) -> dist.ProcessGroup:
+    """The process group of a communicator that was passed to init() or add_comm().
+
+    Raises:
+        TypeError: it is no communicator.
+        ValueError: it was not passed, or init() was not called.
+    """
+    rank = dist.get_rank()
+    if not isinstance(comm, imported_mpi().Comm):
+        raise TypeError(
+            f"rank {rank}: group must be a process group, an mpi4py communicator or the index of one, not "
+            f"{type(comm).__name__}"
+        )
+    found = next((entry for entry in _required().entries if isinstance(entry, _Entry) and entry.comm == comm), None)
+    if found is None:
+        raise ValueError(
+            f"rank {rank}: there is no group of this communicator: pass it to multicomm.init(comms=[...]) or "
+            "multicomm.add_comm() first"
+        )
+    return found.group
 
 
 def comm_of(group: dist.ProcessGroup | SupportsIndex) -> MPI.Intracomm:

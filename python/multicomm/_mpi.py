@@ -41,19 +41,24 @@ def imported_mpi() -> ModuleType:
     return MPI
 
 
+def is_installed() -> bool:
+    """Whether there is mpi4py, without importing it."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
 def started_mpi(timeout: timedelta | None) -> ModuleType:
     """mpi4py.MPI, when torch's world and MPI are up and agree."""
-    if importlib.util.find_spec("mpi4py") is None:
+    if not is_installed():
         imported_mpi()  # raises, before anything is started
     if not dist.is_initialized():
-        _start_torch(timeout)
+        start_torch(timeout)
     default = _backend_of(dist.group.WORLD)
     if default is None:
         raise ValueError(
             f"torch.distributed is initialised with the backend {dist.get_backend()!r}: initialise it with "
             "'multicomm', or leave it to multicomm.init()"
         )
-    _await_start(default)
+    await_start(default)
     mpi = imported_mpi()  # only now, with MPI up, it makes errors on MPI's world exceptions
     if not mpi.Is_initialized():
         raise RuntimeError(
@@ -69,7 +74,7 @@ def started_mpi(timeout: timedelta | None) -> ModuleType:
     return mpi
 
 
-def _start_torch(timeout: timedelta | None) -> None:
+def start_torch(timeout: timedelta | None) -> None:
     """torch's world, from whoever has started this process."""
     mpi = sys.modules.get("mpi4py.MPI")
     own_world = mpi.COMM_WORLD.Get_size() if mpi is not None and mpi.Is_initialized() else 0
@@ -89,7 +94,7 @@ def _start_torch(timeout: timedelta | None) -> None:
     dist.init_process_group("multicomm", timeout=timeout)
 
 
-def _await_start(default: _C.ProcessGroupMulticomm) -> None:
+def await_start(default: _C.ProcessGroupMulticomm) -> None:
     """MPI starts in the background, with the default group."""
     while _C.start_description() == _NOT_STARTED:
         if default.get_error().name != "SUCCESS":

@@ -138,11 +138,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         text.copy(entry.text, sizeof(entry.text));  // a long one fills it: there is no end
         require(text_in(entry.text, sizeof(entry.text)).size() <= sizeof(entry.text), "bounded text");
       }
-      int64_t sum = 0;
-      if (const auto sizes = piece_sizes(table)) {
-        require(sizes->size() == table.size(), "a size for each member");
-        for (const int64_t one : *sizes) {
-          require(one >= 0 && !__builtin_add_overflow(sum, one, &sum), "sizes that add up");
+      if (const auto all = piece_sizes(table)) {
+        for (const auto& sizes : {all->sizes, all->elements}) {
+          int64_t sum = 0;
+          require(sizes.size() == table.size(), "a size for each member");
+          for (const int64_t one : sizes) {
+            require(one >= 0 && !__builtin_add_overflow(sum, one, &sum), "sizes that add up");
+          }
         }
       }
     }
