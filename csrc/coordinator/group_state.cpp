@@ -20,7 +20,8 @@ constexpr std::chrono::seconds kWordOfDeath{3};  // how long a broken transport 
 
 }  // namespace
 
-GroupState::GroupState(Coordinator& coordinator, GroupInfo info) : coordinator_(coordinator), info_(std::move(info)) {
+GroupState::GroupState(Coordinator& coordinator, GroupInfo info)
+    : coordinator_(coordinator), info_(std::move(info)), number_(coordinator.next_group()), trace_(coordinator, *this) {
   round_done_.group = this;
   table_done_.group = this;
   order_done_.group = this;
@@ -126,6 +127,7 @@ void GroupState::post_point_to_point() {
     OperationPtr operation = std::move(messages_.front());
     messages_.pop_front();
     posted_messages_.push_back(operation);
+    trace_.posted(*operation);
     channel_->data().post(operation);
   }
 }
@@ -145,6 +147,7 @@ void GroupState::point_to_point_done(const OperationPtr& operation, const ErrorP
 
 uint64_t GroupState::message_matched(const OperationPtr& operation, uint64_t number) {
   heed_notice();
+  trace_.matched(*operation);
   std::erase(posted_messages_, operation);
   BatchInFlight& flight = new_flight({0, {operation}});
   if (!coordinator_.settings().strict_order || device_stopped_ || broken_) return 0;  // see message_ordered()
@@ -202,6 +205,7 @@ void GroupState::start_round() {
   if (pending_.empty() && !leaving_ && !announce_failure_) return;  // an idle group sends nothing
   if (fill_record() == 0 && !leaving_ && !announce_failure_) return;
   round_active_ = true;
+  trace_.round_started(pending_, mine_.offered);
   channel_->control().start_round(mine_, result_, round_done_);
 }
 
@@ -227,6 +231,7 @@ void GroupState::on_round(const std::string* error) {
   // Taken out first: a launch that fails gives the group up, which clears what is pending.
   const std::vector<OperationPtr> operations(pending_.begin(), pending_.begin() + agreed);
   pending_.erase(pending_.begin(), pending_.begin() + agreed);
+  trace_.round_over(operations, mine_.offered);
   mine_.offered = table_ == Table::kNone ? 0 : 1;  // what of the offer the round still asks for
   const size_t inlined = finish_inline(operations);
   {
@@ -416,14 +421,17 @@ GroupState::BatchInFlight& GroupState::new_flight(Batch batch) {
 
 void GroupState::launch(BatchInFlight& flight, bool more) {
   if (broken_) return strand(flight);
+  trace_.launching(flight.batch);
   guarded([&] {
     if (flight.batch.descriptor().device == DeviceKind::kCpu) return channel_->data().launch(flight.batch, flight);
     if (channel_->device() == nullptr) throw std::runtime_error("this group moves no device tensors");
     channel_->device()->launch(flight.batch, more, flight);
   });
+  trace_.packed(flight.batch);
 }
 
 void GroupState::on_launched(BatchInFlight& flight) {
+  trace_.launched(flight.batch);
   for (const OperationPtr& operation : flight.batch.operations)
     if (!operation->abandoned) coordinator_.launched(operation);
 }
@@ -446,6 +454,7 @@ void GroupState::strand(BatchInFlight& flight) {
 }
 
 void GroupState::end(BatchInFlight& flight, const ErrorPtr& error) {
+  trace_.batch_over(flight.batch, error);
   const auto operations = std::move(flight.batch.operations);
   batches_.erase(flight.self);  // `flight` is gone from here on
   for (const OperationPtr& operation : operations) settle(operation, error);
@@ -661,12 +670,16 @@ void GroupState::settle(const OperationPtr& operation, ErrorPtr error) {
       error = cannot_finish_error(info_, *operation, failure.what());
     }
   }
-  if (!operation->abandoned) unfinished_.fetch_sub(1);
+  if (!operation->abandoned) {
+    trace_.over(*operation, error);
+    unfinished_.fetch_sub(1);
+  }
   coordinator_.settle(operation, std::move(error));
 }
 
 void GroupState::abandon(const OperationPtr& operation, const ErrorPtr& error) {
   if (operation->abandoned) return;
+  trace_.over(*operation, error);
   unfinished_.fetch_sub(1);
   if (operation->descriptor.device != DeviceKind::kCpu) {
     operation->exposed = true;  // no copy of it can be made here: its memory stays claimed until it ends
@@ -736,6 +749,11 @@ GroupReport GroupState::report(Operation::Clock::time_point now) const {
   return report;
 }
 
+void GroupState::trace_unfinished() {
+  take_submissions();
+  for_unfinished([&](const OperationPtr& o, bool) { trace_.unfinished(*o); });
+}
+
 void GroupState::answered(int global_rank, const Answer& answer) {
   for (size_t r = 0; r < info_.ranks.size(); ++r) {
     if (info_.ranks[r] != global_rank) continue;
@@ -780,6 +798,7 @@ void GroupState::check_deadlines(Operation::Clock::time_point now) {
   });
   for (const Waiting& waiting : oldest) {
     if (!waiting.operation) continue;
+    trace_.waits(*waiting.operation, now);
     // The dead may have sent before their end what is received only now; a collective cannot do without them.
     const bool message = is_point_to_point(waiting.operation->descriptor.kind);
     if (message && now - waiting.operation->submitted < Coordinator::kGrace) continue;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "coordinator/batch.h"
+#include "coordinator/group_trace.h"
 #include "coordinator/launch_order.h"
 #include "coordinator/operation.h"
 #include "coordinator/record.h"
@@ -60,7 +61,8 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   // ever.
   bool device_given_up() const { return device_given_up_.load(); }
   std::atomic<bool> in_inbox{false};
-  std::string describe() const;  // "group 'name' (ranks [0, 2])"
+  uint64_t number() const { return number_; }  // among the groups of this process
+  std::string describe() const;                // "group 'name' (ranks [0, 2])"
 
   // --- driver ---
   void connect(std::shared_ptr<Channel> channel);
@@ -79,6 +81,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   OperationPtr oldest_unfinished() const;
   GroupReport report(Operation::Clock::time_point now) const;
   void answered(int global_rank, const Answer& answer);
+  void trace_unfinished();  // tells the trace, which ends, of what is not over
   void told(const Notice& notice);
   // Gives up one point-to-point operation for which its caller no longer waits; the group goes on.
   void withdraw(const OperationPtr& operation);
@@ -177,6 +180,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
 
   Coordinator& coordinator_;
   const GroupInfo info_;
+  const uint64_t number_;
 
   mutable std::mutex queue_mutex_;
   std::vector<OperationPtr> queue_;  // guarded by queue_mutex_
@@ -220,6 +224,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   bool announce_failure_ = false;       // peers have not been told yet that this rank gave the group up
   bool waits_for_memory_ = false;
   ErrorPtr preparation_failed_;
+  GroupTrace trace_;
   Stall stalls_[2] = {Stall(0), Stall(1)};  // of collectives, of messages
   Record mine_;
   Record result_;

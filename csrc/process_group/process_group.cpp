@@ -340,6 +340,9 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::submit(const Call& call,
     }
   }
   Runtime& runtime = Runtime::get();
+  // torch tells the name that its maker gave the group only after it has made it.
+  if (!described_.load(std::memory_order_relaxed) && !described_.exchange(true))
+    runtime.describe_group(group_, getGroupDesc());
   follow_streams(operations);
   const auto now = Operation::Clock::now();
   for (const auto& operation : operations) {
