@@ -7,6 +7,7 @@
 #include <cstring>
 #include <utility>
 
+#include "process_group/profiling.h"
 #include "process_group/store_adapter.h"
 #include "process_group/streams.h"
 #include "transport/device/nccl_calls.h"
@@ -353,7 +354,13 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::submit(const Call& call,
   auto work = c10::make_intrusive<MulticommWork>(rank_, call.type, call.title, inputs, std::move(operations),
                                                  std::move(outputs));
   observe(work->state(), call, work->operations());
+  const ProfilerRecord record(work->operations());
   for (const auto& operation : work->operations()) runtime.coordinator().submit(group_, operation);
+  if (record.wanted()) {
+    record.submitted(
+        {call.title, call.async, getGroupUid(), getGroupDesc(), group_->info(), inputs, work->state().outputs()},
+        *work->operations().front());
+  }
   // A synchronous caller waits right away and drives by itself: waking the thread would only take its core.
   if (call.async) runtime.driver().wake();
   runtime.driver().pace();

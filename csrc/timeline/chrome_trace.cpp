@@ -8,6 +8,7 @@
 #include <cinttypes>
 #include <cstdio>
 #include <fstream>
+#include <utility>
 
 namespace multicomm::timeline {
 namespace {
@@ -143,9 +144,10 @@ void ChromeTrace::batch(const Event& event, Group& group) {
   json_.raw(R"(","args":{"group":)").raw(group.label).raw(R"(,"number":)").number(event.group);
   json_.raw(R"(,"batch":)").number(event.trail.batch).raw(R"(,"round":)").number(event.trail.round);
   json_.raw(R"(,"operations":)").number(event.operations).raw(R"(,"bytes":)").number(event.bytes);
-  json_.raw(R"(,"dtype":")").raw(name_of(event.dtype)).raw(event.failed ? R"(","failed":true}})" : R"("}})");
+  json_.raw(R"(,"dtype":")").raw(name_of(event.dtype)).raw(event.failed ? R"(","failed":true)" : "\"");
+  states(event);
+  json_.raw("}}");
   finish();
-  states(event, number, true);
 }
 
 void ChromeTrace::operation(const Event& event, Group& group) {
@@ -173,19 +175,20 @@ void ChromeTrace::operation(const Event& event, Group& group) {
   if (waiting) json_.raw(R"(,"submitted_us":)").microseconds(event.begun);
   if (event.end == OperationEnd::kUnfinished) json_.raw(R"(,"unfinished":true)");
   if (event.failed) json_.raw(R"(,"error":)").string(event.texts ? event.texts->error : "");
+  states(event);
   json_.raw("}}");
   finish();
-  if (!waiting) states(event, number, false);
 }
 
-// What the operation did in between, as slices inside its own.
-void ChromeTrace::states(const Event& event, int lane, bool of_batch) {
+// How long it was in which state, one after the other, in microseconds. As slices of their own they would make the file
+// three times as large, and most of the cost is in writing it.
+void ChromeTrace::states(const Event& event) {
+  const bool of_batch = event.what == Event::What::kBatch;
   const bool on_device = event.device != DeviceKind::kCpu;
-  const bool message = is_point_to_point(event.kind);
   const Trail& t = event.trail;
   const std::pair<int64_t, const char*> marks[] = {
       {of_batch ? 0 : event.begun, "queued"},
-      {of_batch ? 0 : t.offered, message ? "posted" : "offered"},
+      {of_batch ? 0 : t.offered, is_point_to_point(event.kind) ? "posted" : "offered"},
       {of_batch ? 0 : t.agreed, "agreed"},
       {t.packing, "packing"},
       {t.packed, on_device ? "launching" : "moving"},
@@ -193,11 +196,11 @@ void ChromeTrace::states(const Event& event, int lane, bool of_batch) {
   };
   int64_t since = event.begun;
   const char* state = nullptr;
+  bool first = true;
   const auto end_state = [&](int64_t at) {
-    if (state != nullptr && at > since) {
-      head("X", "state", lane, since).raw(R"(,"dur":)").microseconds(at - since);
-      json_.raw(R"(,"name":")").raw(state).raw("\"}");
-      finish();
+    if (state != nullptr) {
+      json_.raw(std::exchange(first, false) ? R"(,"states":{")" : R"(,")").raw(state).raw("\":");
+      json_.microseconds(std::max<int64_t>(at - since, 0));
     }
     since = std::max(since, at);
   };
@@ -207,6 +210,7 @@ void ChromeTrace::states(const Event& event, int lane, bool of_batch) {
     state = name;
   }
   end_state(event.ended);
+  if (!first) json_.raw("}");
 }
 
 }  // namespace multicomm::timeline

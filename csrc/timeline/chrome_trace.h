@@ -51,9 +51,8 @@ class ChromeTrace {
   void learn(const Event& event);
   int lane(Group& group, LaneKind kind, int64_t begin, int64_t end);
   Json& head(const char* phase, const char* category, int lane, int64_t begin);
-  void slice_of(const Event& event, Group& group);
   void operation(const Event& event, Group& group);
-  void states(const Event& event, int lane, bool of_batch);
+  void states(const Event& event);
   void batch(const Event& event, Group& group);
   void round(const Event& event, Group& group);
   void finish();

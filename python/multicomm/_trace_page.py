@@ -13,8 +13,9 @@ svg { display: block; width: 100%; height: auto; font-family: system-ui, sans-se
 
 # Bars are stretched by one transform; what must keep its shape (labels, the axis) is placed anew.
 SCRIPT = """
-const svg = document.getElementById("picture"), plot = document.getElementById("plot"), tip = document.getElementById("tip");
-const axis = document.getElementById("axis"), labels = [...document.querySelectorAll("#labels text")];
+const by_name = name => document.getElementById(name);
+const svg = by_name("picture"), plot = by_name("plot"), tip = by_name("tip"), axis = by_name("axis");
+const labels = [...document.querySelectorAll("#labels text")];
 const left = +svg.dataset.left, width = +svg.dataset.width, span = +svg.dataset.span, bottom = +svg.dataset.bottom;
 let zoom = 1, shift = 0;  // of the plot, in pixels of the drawing
 for (const title of plot.querySelectorAll("title")) {

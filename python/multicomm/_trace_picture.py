@@ -124,7 +124,8 @@ def _draw(merged: Merged) -> tuple[list[str], float, int, list[str]]:
         *fixed,
         f'<g clip-path="url(#inside)"><g id="plot" transform="translate({_LEFT} 0)">',
         *bars,
-        '</g><g id="labels" font-size="10" fill="#fff" pointer-events="none">',
+        '</g><g id="labels" font-size="10" fill="#111" '
+        'stroke="#fff" stroke-opacity="0.6" stroke-width="2" paint-order="stroke" pointer-events="none">',
         *labels,
         "</g></g>",
     ]
@@ -210,10 +211,7 @@ def _label(event: Event, scale: _Scale, y: float) -> str:
     text = args.get("name") or f"{event['name']} {args['sequence']}"
     start, end = scale.x(event["ts"]), scale.x(event["ts"] + event["dur"])
     shown = end - start > len(text) * 5.6 + 6
-    # White on what moves, dark on the pale colours of waiting.
-    states = list(args.get("states", {}).items())
-    pale = bool(states) and _OPACITY.get(states[0][0], 1.0) < 0.5 and scale.x(states[0][1]) > len(text) * 3
-    style = ("" if shown else "display:none;") + ("fill:#222" if pale else "")
+    style = "" if shown else "display:none"
     return (
         f'<text x="{_LEFT + start + 4:.1f}" y="{y + 10:.1f}" data-x="{start:.4f}" data-e="{end:.4f}" '
         f'data-n="{len(text)}" style="{style}">{escape(text)}</text>'
@@ -244,12 +242,12 @@ def _legend(kinds: list[str]) -> str:
     entries += [('fill="#9aa5b1"', "round"), (f'fill="{_LATE}"', "round that waited over 1 ms for its last rank")]
     y = 4.0
     for style, text in entries:
-        wide = 24 + 6.3 * len(text)
+        wide = 22 + 5.6 * len(text)
         if x + wide > _LEFT + _WIDTH:
-            x, y = 16.0, y + 18
+            x, y = 16.0, y + 17
         parts.append(f'<rect x="{x:.0f}" y="{y:.0f}" width="14" height="11" {style}/>')
         parts.append(f'<text x="{x + 18:.0f}" y="{y + 10:.0f}" font-size="11" fill="#333">{escape(text)}</text>')
-        x += wide + 6
+        x += wide + 10
     view = f"0 0 {_LEFT + _WIDTH + 20} {y + 20:.0f}"
     return f'<svg id="legend" xmlns="http://www.w3.org/2000/svg" viewBox="{view}">{"".join(parts)}</svg>'
 
