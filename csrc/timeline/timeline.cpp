@@ -42,9 +42,20 @@ std::string Timeline::start(const std::string& folder, const Origin& origin) {
   taken_.store(filled_.load());  // what an engine that was let go of in its tracks has left
   lost_.store(0);
   file_number_.fetch_add(1);
-  stopping_ = false;  // no thread yet
+  stopping_.store(false);
   thread_ = bootstrap::start_thread("mc-timeline", [this] { run(); });
   return path;
+}
+
+template <typename Write>
+void Timeline::guarded(Write write) {
+  if (output_->failed) return;
+  try {
+    write();
+  } catch (const std::runtime_error& error) {  // such as a full disk: what is in the file stays
+    output_->failed = true;
+    std::fprintf(stderr, "multicomm: the timeline ends here: %s\n", error.what());
+  }
 }
 
 void Timeline::stop() {
@@ -52,10 +63,12 @@ void Timeline::stop() {
   if (!thread_.joinable()) return;
   {
     const std::lock_guard lock(mutex_);
-    stopping_ = true;
+    stopping_.store(true);
   }
   changed_.notify_one();
   thread_.join();
+  write_new();  // here, since the thread's priority may leave it without a core for long
+  guarded([this] { output_->file.close(); });
   output_.reset();
 }
 
@@ -165,31 +178,24 @@ void Timeline::operation_over(const GroupState& group, const Operation& operatio
 
 void Timeline::run() {
   setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kLowestPriority);  // of this thread alone, on Linux
-  for (bool last = false; !last;) {
-    {
-      std::unique_lock lock(mutex_);
-      if (!stopping_) changed_.wait_for(lock, kWriteEvery);
-      last = stopping_;
-    }
-    write_new(last);
+  while (!stopping_.load()) {
+    write_new();
+    std::unique_lock lock(mutex_);
+    if (!stopping_.load()) changed_.wait_for(lock, kWriteEvery);
   }
 }
 
-void Timeline::write_new(bool last) {
+void Timeline::write_new() {
   const uint64_t end = filled_.load(std::memory_order_acquire);
-  try {
-    for (uint64_t at = taken_.load(std::memory_order_relaxed); at < end; ++at) {
-      if (!output_->failed) output_->trace.write(ring_[at % kMostEvents]);
-      taken_.store(at + 1, std::memory_order_release);
-    }
-    if (output_->failed) return;
+  const bool stopping = stopping_.load();
+  for (uint64_t at = taken_.load(std::memory_order_relaxed); at < end && stopping_.load() == stopping; ++at) {
+    guarded([&] { output_->trace.write(ring_[at % kMostEvents]); });
+    taken_.store(at + 1, std::memory_order_release);
+  }
+  guarded([this] {
     if (const uint64_t lost = lost_.exchange(0); lost > 0) output_->trace.lost(lost, now());
     output_->file.flush();
-    if (last) output_->file.close();
-  } catch (const std::runtime_error& error) {  // such as a full disk: what is in the file stays
-    output_->failed = true;
-    std::fprintf(stderr, "multicomm: the timeline ends here: %s\n", error.what());
-  }
+  });
 }
 
 }  // namespace multicomm::timeline

@@ -51,7 +51,9 @@ class Timeline final : public Trace {
   void introduce(const GroupState& group);
   bool push(Event event);
   void run();
-  void write_new(bool last);
+  template <typename Write>
+  void guarded(Write write);
+  void write_new();
 
   std::mutex control_mutex_;  // one start or stop at a time
   std::thread thread_;        // guarded by control_mutex_
@@ -68,9 +70,9 @@ class Timeline final : public Trace {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool stopping_ = false;                         // guarded by mutex_
+  std::atomic<bool> stopping_{false};             // set under mutex_
   std::map<uint64_t, std::string> descriptions_;  // guarded by mutex_
-  std::unique_ptr<Output> output_;                // the thread's while it runs
+  std::unique_ptr<Output> output_;                // the thread's while it runs, then of whoever stops it
 };
 
 }  // namespace multicomm::timeline
