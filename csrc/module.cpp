@@ -121,6 +121,18 @@ PYBIND11_MODULE(_C, m) {
       py::call_guard<py::gil_scoped_release>());
   m.def("shutdown", &Runtime::end_process, py::arg("failed"), py::call_guard<py::gil_scoped_release>());
   m.def(
+      "start_timeline",
+      [](const std::string& folder, int rank, int world_size) {
+        return Runtime::get().start_timeline(folder, rank, world_size);
+      },
+      py::arg("folder"), py::arg("rank"), py::arg("world_size"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "stop_timeline",
+      [] {
+        if (Runtime* runtime = Runtime::if_made()) runtime->stop_timeline();
+      },
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
       "mpi_world",
       [] {
         const auto& runtime = multicomm::bootstrap::start_from_mpi();

@@ -16,6 +16,7 @@
 #include "coordinator/overlap_guard.h"
 #include "coordinator/picture.h"
 #include "coordinator/settings.h"
+#include "coordinator/trace.h"
 #include "transport/transport.h"
 
 namespace multicomm {
@@ -53,6 +54,11 @@ class Coordinator final : public InquirySink {
   bool has_inbox() const { return inbox_flag_.load(std::memory_order_acquire); }
   uint64_t unfinished() const { return unfinished_.load(std::memory_order_relaxed); }
   std::vector<GroupPtr> groups() const;
+
+  // Told what happens from the driver's next step on; null: nobody. It must outlive the engine.
+  void set_trace(Trace* trace) { trace_.store(trace, std::memory_order_release); }
+  Trace* trace() const { return trace_.load(std::memory_order_acquire); }
+  uint64_t next_group() { return group_count_.fetch_add(1); }
 
   OverlapGuard& memory() { return memory_; }
   LaunchOrder& launch_order() { return launch_order_; }  // driver
@@ -112,6 +118,8 @@ class Coordinator final : public InquirySink {
   std::vector<GroupPtr> groups_;                    // guarded by inbox_mutex_
   std::atomic<bool> inbox_flag_{false};
   std::atomic<uint64_t> unfinished_{0};
+  std::atomic<Trace*> trace_{nullptr};
+  std::atomic<uint64_t> group_count_{0};
 
   OverlapGuard memory_;
 

@@ -28,7 +28,8 @@ Operation::Clock::time_point after(Operation::Clock::time_point time, Operation:
 
 }  // namespace
 
-GroupState::GroupState(Coordinator& coordinator, GroupInfo info) : coordinator_(coordinator), info_(std::move(info)) {
+GroupState::GroupState(Coordinator& coordinator, GroupInfo info)
+    : coordinator_(coordinator), info_(std::move(info)), number_(coordinator.next_group()), trace_(coordinator, *this) {
   round_done_.group = this;
   table_done_.group = this;
   order_done_.group = this;
@@ -149,6 +150,7 @@ void GroupState::post_point_to_point() {
     OperationPtr operation = std::move(messages_.front());
     messages_.pop_front();
     posted_messages_.push_back(operation);
+    trace_.posted(*operation);
     channel_->data().post(operation);
   }
 }
@@ -168,6 +170,7 @@ void GroupState::point_to_point_done(const OperationPtr& operation, const ErrorP
 
 uint64_t GroupState::message_matched(const OperationPtr& operation, uint64_t number) {
   heed_notice();
+  trace_.matched(*operation);
   std::erase(posted_messages_, operation);
   BatchInFlight& flight = new_flight({0, {operation}});
   if (!coordinator_.settings().strict_order || device_stopped_ || broken_) return 0;  // see message_ordered()
@@ -278,6 +281,7 @@ void GroupState::start_round() {
   }
   last_offer_ = offer;
   round_active_ = true;
+  trace_.round_started(pending_, mine_.offered, names_);
   channel_->control().start_round(mine_, result_, round_done_);
 }
 
@@ -287,18 +291,22 @@ void GroupState::on_round(const std::string* error) {
   if (const char* what = implausible(mine_, result_)) return broken(std::string("a round came back with ") + what);
   coordinator_.launch_order().learn(result_.clock);
   if (result_.active == 0) {
+    trace_.round_over({}, 0);
     all_joined();
   } else {
     if (joined()) pending_.front()->deadline = after(coordinator_.step_time(), join_allowance_);
-    const uint32_t covered = covered_prefix();
     // Taken out first: a launch that fails gives the group up, which clears what is pending.
-    std::vector<OperationPtr> operations = take_covered(covered);
+    std::vector<OperationPtr> operations = take_covered(covered_prefix());
+    const size_t covered = operations.size();
+    const std::vector<OperationPtr> by_name = take_names();
+    operations.insert(operations.end(), by_name.begin(), by_name.end());
+    trace_.round_over(operations, static_cast<uint32_t>(last_offer_));
     mine_.offered = table_ == Table::kNone ? 0 : 1;  // what of the offer the round still asks for
     mine_.names = {};
-    const size_t inlined = finish_inline(operations);
+    const size_t inlined =
+        finish_inline({operations.begin(), operations.begin() + static_cast<std::ptrdiff_t>(covered)});
     operations.erase(operations.begin(), operations.begin() + static_cast<std::ptrdiff_t>(inlined));
-    take_names(operations);
-    pace_rounds(covered > 0 || table_ != Table::kNone || result_.names.fresh_count > 0 || !operations.empty() ||
+    pace_rounds(covered > 0 || table_ != Table::kNone || result_.names.fresh_count > 0 || !by_name.empty() ||
                 !moved_.empty());
     {
       const std::lock_guard lock(queue_mutex_);
@@ -367,12 +375,12 @@ std::vector<OperationPtr> GroupState::take_covered(uint32_t count) {
   return operations;
 }
 
-// What is waiting everywhere under a name joins those that are agreed, or goes to the front of what is still to be
+// What is waiting everywhere under a name: returns what is agreed on. The rest goes to the front of what is still to be
 // compared: a place that all members' queues have.
-void GroupState::take_names(std::vector<OperationPtr>& operations) {
+std::vector<OperationPtr> GroupState::take_names() {
+  NamedOperations::Matches matches;
   if (table_ == Table::kNone) {  // else what is pending here has a head that is asked about
-    auto matches = names_.match(result_.names, result_.active < static_cast<uint32_t>(info_.size()));
-    for (OperationPtr& operation : matches.agreed) operations.push_back(std::move(operation));
+    matches = names_.match(result_.names, result_.active < static_cast<uint32_t>(info_.size()));
     std::vector<OperationPtr> fresh;
     for (const auto& match : matches.submitted)
       if (match.operation) fresh.push_back(match.operation);
@@ -381,6 +389,7 @@ void GroupState::take_names(std::vector<OperationPtr>& operations) {
       moved_.push_front({it->slot, it->hash, nullptr});
   }
   names_.learn(result_.names);
+  return std::move(matches.agreed);
 }
 
 // Members that wait for each other's names would ask without end whether there are any: without progress and without
@@ -621,6 +630,7 @@ GroupState::BatchInFlight& GroupState::new_flight(Batch batch) {
 
 void GroupState::launch(BatchInFlight& flight, bool more) {
   if (broken_) return strand(flight);
+  trace_.launching(flight.batch);
   guarded([&] {
     for (const OperationPtr& operation : flight.batch.operations)
       if (!operation->prepared) operation->prepare();  // stands in for one of this rank's
@@ -628,9 +638,11 @@ void GroupState::launch(BatchInFlight& flight, bool more) {
     if (channel_->device() == nullptr) throw std::runtime_error("this group moves no device tensors");
     channel_->device()->launch(flight.batch, more, flight);
   });
+  trace_.packed(flight.batch);
 }
 
 void GroupState::on_launched(BatchInFlight& flight) {
+  trace_.launched(flight.batch);
   for (const OperationPtr& operation : flight.batch.operations)
     if (!operation->abandoned) coordinator_.launched(operation);
 }
@@ -653,6 +665,7 @@ void GroupState::strand(BatchInFlight& flight) {
 }
 
 void GroupState::end(BatchInFlight& flight, const ErrorPtr& error) {
+  trace_.batch_over(flight.batch, error);
   const auto operations = std::move(flight.batch.operations);
   batches_.erase(flight.self);  // `flight` is gone from here on
   for (const OperationPtr& operation : operations) settle(operation, error);
@@ -871,12 +884,16 @@ void GroupState::settle(const OperationPtr& operation, ErrorPtr error) {
       error = cannot_finish_error(info_, *operation, failure.what());
     }
   }
-  if (!operation->abandoned) unfinished_.fetch_sub(1);
+  if (!operation->abandoned) {
+    trace_.over(*operation, error);
+    unfinished_.fetch_sub(1);
+  }
   coordinator_.settle(operation, std::move(error));
 }
 
 void GroupState::abandon(const OperationPtr& operation, const ErrorPtr& error) {
   if (operation->abandoned) return;
+  trace_.over(*operation, error);
   unfinished_.fetch_sub(1);
   if (operation->descriptor.device != DeviceKind::kCpu) {
     operation->exposed = true;  // no copy of it can be made here: its memory stays claimed until it ends
@@ -954,6 +971,11 @@ GroupReport GroupState::report(Operation::Clock::time_point now) const {
   return report;
 }
 
+void GroupState::trace_unfinished() {
+  take_submissions();
+  for_unfinished([&](const OperationPtr& o, bool) { trace_.unfinished(*o); });
+}
+
 void GroupState::answered(int global_rank, const Answer& answer) {
   for (size_t r = 0; r < info_.ranks.size(); ++r) {
     if (info_.ranks[r] != global_rank) continue;
@@ -998,6 +1020,7 @@ void GroupState::check_deadlines(Operation::Clock::time_point now) {
   });
   for (const Waiting& waiting : oldest) {
     if (!waiting.operation) continue;
+    trace_.waits(*waiting.operation, now);
     // The dead may have sent before their end what is received only now; a collective cannot do without them.
     const bool message = is_point_to_point(waiting.operation->descriptor.kind);
     if (message && now - waiting.operation->submitted < Coordinator::kGrace) continue;

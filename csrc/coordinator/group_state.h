@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "coordinator/batch.h"
+#include "coordinator/group_trace.h"
 #include "coordinator/launch_order.h"
 #include "coordinator/names.h"
 #include "coordinator/operation.h"
@@ -64,7 +65,8 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   // ever.
   bool device_given_up() const { return device_given_up_.load(); }
   std::atomic<bool> in_inbox{false};
-  std::string describe() const;  // "group 'name' (ranks [0, 2])"
+  uint64_t number() const { return number_; }  // among the groups of this process
+  std::string describe() const;                // "group 'name' (ranks [0, 2])"
 
   // --- driver ---
   void connect(std::shared_ptr<Channel> channel);
@@ -86,6 +88,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   bool joined() const;                  // and has nothing of its own left: takes part in what the others do
   GroupReport report(Operation::Clock::time_point now) const;
   void answered(int global_rank, const Answer& answer);
+  void trace_unfinished();  // tells the trace, which ends, of what is not over
   void told(const Notice& notice);
   // Gives up one point-to-point operation for which its caller no longer waits; the group goes on.
   void withdraw(const OperationPtr& operation);
@@ -151,7 +154,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   std::vector<OperationPtr> take_covered(uint32_t count);
   OperationPtr stand_in_for(const Descriptor& descriptor) const;
   std::string text_for_others() const;
-  void take_names(std::vector<OperationPtr>& operations);
+  std::vector<OperationPtr> take_names();
   void pace_rounds(bool progress);
   void all_joined();
   void end_join();
@@ -199,6 +202,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
 
   Coordinator& coordinator_;
   const GroupInfo info_;
+  const uint64_t number_;
 
   mutable std::mutex queue_mutex_;
   std::vector<OperationPtr> queue_;  // guarded by queue_mutex_
@@ -255,6 +259,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   bool all_joined_ = false;
   OperationPtr stand_in_;  // what a table is about, on a rank that has joined
   ErrorPtr preparation_failed_;
+  GroupTrace trace_;
   Stall stalls_[2] = {Stall(0), Stall(1)};  // of collectives, of messages
   Record mine_;
   Record result_;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "coordinator/descriptor.h"
+#include "coordinator/trace.h"
 
 namespace multicomm {
 
@@ -118,6 +119,8 @@ class Operation {
   bool completion_wanted() const { return completion_wanted_.load(); }
 
   // --- owned by the driver ---
+  Trail trail{};
+  bool trail_waits = false;  // the trace was told that it waits
   bool prepared = false;
   // Given up by its caller while peers may still count on it: its input is used, its output goes to scratch.
   bool abandoned = false;

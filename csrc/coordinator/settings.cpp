@@ -146,6 +146,9 @@ const Known kKnown[] = {
     {"MULTICOMM_INSPECT_SIGNAL", "signal at which a rank prints what all ranks are doing, such as USR2 (0: none)",
      [](Settings& s, std::string_view v) { s.inspect_signal = parse_signal(v); },
      [](const Settings& s) { return signal_name(s.inspect_signal); }},
+    {"MULTICOMM_TIMELINE",
+     "folder in which each rank writes what its operations do, from the start, to rank<RANK>.json (default: none)",
+     [](Settings& s, std::string_view v) { s.timeline = v; }, [](const Settings& s) { return s.timeline; }},
     {"MULTICOMM_LIBPMIX", "path of libpmix for the start-up under torchrun (default: the one that libmpi uses)",
      nullptr, [](const Settings&) { return std::string(); }},
 };

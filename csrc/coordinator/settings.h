@@ -26,6 +26,7 @@ struct Settings {
   uint64_t queue_operations = 100'000;  // unfinished operations per process beyond which submission is slowed down
   std::chrono::milliseconds shutdown_timeout{3'000};
   std::chrono::milliseconds stall_warning{30'000};  // 0: none
+  std::string timeline;                             // folder; empty: none
   int inspect_signal = 0;                           // 0: none
 
   // What all ranks of a group must have set alike, since plans depend on it; compared when a group is made.

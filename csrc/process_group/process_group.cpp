@@ -7,6 +7,7 @@
 #include <cstring>
 #include <utility>
 
+#include "process_group/profiling.h"
 #include "process_group/store_adapter.h"
 #include "process_group/streams.h"
 #include "transport/device/nccl_calls.h"
@@ -329,6 +330,9 @@ void ProcessGroupMulticomm::follow_streams(const std::vector<TensorOperationPtr>
 // Checks, and gives the operations what they carry along: the place in their streams, the time.
 void ProcessGroupMulticomm::admit(const std::vector<TensorOperationPtr>& operations, const char* title,
                                   std::chrono::milliseconds timeout) {
+  // torch tells the name that its maker gave the group only after it has made it.
+  if (!described_.load(std::memory_order_relaxed) && !described_.exchange(true))
+    Runtime::get().describe_group(group_, getGroupDesc());
   for (const auto& operation : operations) check_device(*operation, title);
   follow_streams(operations);
   const auto now = Operation::Clock::now();
@@ -370,8 +374,14 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::submit(const Call& call,
   auto work = c10::make_intrusive<MulticommWork>(rank_, call.type, call.title, inputs, std::move(operations),
                                                  std::move(outputs));
   observe(work->state(), call, work->operations());
+  const ProfilerRecord record(work->operations());
   // A synchronous caller waits right away and drives by itself: waking the thread would only take its core.
   release(work->operations(), call.async);
+  if (record.wanted()) {
+    record.submitted(
+        {call.title, call.async, getGroupUid(), getGroupDesc(), group_->info(), inputs, work->state().outputs()},
+        *work->operations().front());
+  }
   return work;
 }
 

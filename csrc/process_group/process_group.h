@@ -187,6 +187,7 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   const c10::intrusive_ptr<MulticommOptions> options_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<bool> timing_{false};
+  std::atomic<bool> described_{false};  // to the timeline
   std::atomic<int> monitored_barriers_{0};
   std::atomic<uint64_t> composed_{0};
   std::atomic<int> device_{-1};  // index of the one that its tensors are on; -1: none yet

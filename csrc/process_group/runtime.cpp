@@ -22,6 +22,7 @@ namespace {
 constexpr std::chrono::seconds kFailedBound{1};
 constexpr std::chrono::minutes kLauncherBound{10};
 constexpr std::chrono::seconds kDeviceBound{2};
+constexpr std::chrono::seconds kTraceBound{2};
 
 std::mutex runtime_mutex;
 std::atomic<Runtime*> runtime{nullptr};  // leaked on purpose, see Runtime::get
@@ -104,13 +105,51 @@ void Runtime::start_inquiries() {
 }
 
 void Runtime::start(bootstrap::WorldRequest request) {
-  inspection_.joins(request.rank, request.world_size);
+  joins(request.rank, request.world_size);
   maker_.start(std::move(request));
+}
+
+// Where this process's rank is known first.
+void Runtime::joins(int rank, int world_size) {
+  inspection_.joins(rank, world_size);
+  std::call_once(joined_, [&] {  // tried again when it throws: a group must not be made without what was asked for
+    if (!settings().timeline.empty()) start_timeline(settings().timeline, rank, world_size);
+  });
+}
+
+std::string Runtime::start_timeline(const std::string& folder, int rank, int world_size) {
+  check_process();
+  try {
+    std::string path = timeline_.start(folder, {rank, world_size, bootstrap::place_text(bootstrap::this_process())});
+    coordinator_.set_trace(&timeline_);
+    return path;
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(std::string("multicomm: timeline: ") + error.what());
+  }
+}
+
+void Runtime::stop_timeline() {
+  check_process();
+  if (coordinator_.trace() == nullptr) return;
+  const auto over = std::make_shared<std::atomic<bool>>(false);
+  coordinator_.post([this, over] {
+    for (const GroupPtr& group : coordinator_.groups()) group->trace_unfinished();
+    coordinator_.set_trace(nullptr);
+    over->store(true);
+  });
+  driver_.wake();
+  driver_.wait_until([&] { return over->load(); }, Operation::Clock::now() + kTraceBound);
+  coordinator_.set_trace(nullptr);  // also when the coordinator is stuck in MPI
+  timeline_.stop();
+}
+
+void Runtime::describe_group(const GroupPtr& group, const std::string& description) {
+  timeline_.describe(group->number(), description);
 }
 
 GroupPtr Runtime::make_group(GroupInfo info, mpi::GroupRequest request) {
   check_process();
-  inspection_.joins(request.world.rank, request.world.world_size);
+  joins(request.world.rank, request.world.world_size);
   GroupPtr group = coordinator_.add_group(std::move(info));
   request.shared_settings = settings().shared_text();
   request.largest_count = static_cast<int64_t>(settings().chunk_elements);
@@ -208,6 +247,7 @@ void Runtime::shutdown(bool failed) noexcept {
     driver_.wait_until([&] { return over([](const GroupState&) { return false; }); }, deadline);
     const bool parted = coordinator_.groups().empty();
     inspection_.stop();
+    stop_timeline();
     driver_.stop();
     completions_.stop(kFailedBound);
     const auto left = std::chrono::duration_cast<milliseconds>(deadline - Operation::Clock::now());

@@ -11,6 +11,7 @@
 #include "coordinator/coordinator.h"
 #include "coordinator/driver.h"
 #include "process_group/inspection.h"
+#include "timeline/timeline.h"
 #include "transport/device/launcher.h"
 #include "transport/mpi/group_maker.h"
 #include "transport/mpi/inquiries.h"
@@ -37,6 +38,13 @@ class Runtime {
   void leave_group(const GroupPtr& group, std::chrono::milliseconds bound);
   void abort_group(const GroupPtr& group, const std::string& reason);
   void set_timeout(const GroupPtr& group, std::chrono::milliseconds timeout);
+
+  // Begins to record what this rank's operations do, in `folder`; returns the file's path. Throws std::runtime_error.
+  std::string start_timeline(const std::string& folder, int rank, int world_size);
+  // What is not over is recorded as unfinished. Without a start: nothing.
+  void stop_timeline();
+  // What the maker of a group calls it.
+  void describe_group(const GroupPtr& group, const std::string& description);
   // At the end of the process: leaves all groups, waits for the peers within the setting's bound, ends threads and MPI.
   // Idempotent, never throws, never hangs. `failed`: this process ends by an error, so its peers are not waited for.
   static void end_process(bool failed) noexcept;
@@ -49,6 +57,7 @@ class Runtime {
   Runtime();
   void check_process() const;
   void start_inquiries();
+  void joins(int rank, int world_size);
   void shutdown(bool failed) noexcept;
   bool can_part(const GroupState& group) const;
 
@@ -56,6 +65,8 @@ class Runtime {
   mpi::Shared shared_;
   std::unique_ptr<device::Launchers> launchers_;
   CompletionQueue completions_;
+  timeline::Timeline timeline_;
+  std::once_flag joined_;
   Coordinator coordinator_;
   Driver driver_;
   std::unique_ptr<mpi::Inquiries> inquiries_;  // driver; null before MPI is up

@@ -251,7 +251,6 @@ std::string TensorOperation::describe() const {
     case OpKind::kReduceScatter: text << "elements " << counts(inputs); break;
     default: text << tensors_.front().sizes(); break;
   }
-  if (!name.empty()) text << ", named '" << name << '\'';
   // Where some ranks have it on the CPU, this is all that differs.
   if (device) text << " on " << c10::DeviceTypeName(device->type(), true);
   return text.str();

@@ -42,10 +42,9 @@ std::vector<int64_t> pieces_of(const at::Tensor& tensor, const at::Tensor& split
   return counts;
 }
 
-std::string shown(const char* what, const TensorOperation& operation, const at::Tensor& tensor) {
+std::string shown(const char* what, const at::Tensor& tensor) {
   std::ostringstream text;
   text << what << " of " << c10::toString(tensor.scalar_type()) << ' ' << tensor.sizes();
-  if (!operation.name.empty()) text << ", named '" << operation.name << '\'';
   return text.str();
 }
 
@@ -69,7 +68,7 @@ VariableGather::VariableGather(const at::Tensor& tensor)
   add_input(tensor);
 }
 
-std::string VariableGather::describe() const { return shown("all_gather of variable sizes", *this, tensor_); }
+std::string VariableGather::describe() const { return shown("all_gather of variable sizes", tensor_); }
 
 int64_t VariableGather::piece_size() const { return tensor_.size(0); }
 
@@ -84,7 +83,7 @@ SplitsExchange::SplitsExchange(const at::Tensor& tensor, const at::Tensor& split
   result = received;
 }
 
-std::string SplitsExchange::describe() const { return shown("the splits of an all_to_all", *this, tensor_); }
+std::string SplitsExchange::describe() const { return shown("the splits of an all_to_all", tensor_); }
 
 VariableExchange::VariableExchange(const at::Tensor& tensor, const at::Tensor& splits, const at::Tensor& received,
                                    std::shared_ptr<const SplitsExchange> sizes, int rank)
@@ -101,7 +100,7 @@ VariableExchange::VariableExchange(const at::Tensor& tensor, const at::Tensor& s
   ranges.push_back({begin, begin + received.nbytes(), false});
 }
 
-std::string VariableExchange::describe() const { return shown("all_to_all of variable sizes", *this, tensor_); }
+std::string VariableExchange::describe() const { return shown("all_to_all of variable sizes", tensor_); }
 
 ErrorPtr VariableExchange::hopeless() const { return sizes_->done() ? sizes_->error() : nullptr; }
 

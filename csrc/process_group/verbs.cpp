@@ -8,6 +8,7 @@
 
 #include "coordinator/reduce_kernels.h"
 #include "process_group/process_group.h"
+#include "process_group/profiling.h"
 #include "process_group/sparse_operation.h"
 #include "process_group/variable_operation.h"
 
@@ -80,7 +81,12 @@ ProcessGroupMulticomm::HandlePtr ProcessGroupMulticomm::submit_verb(const char* 
     state->on_done = std::move(on_done);
     observe(*state, {c10d::OpType::UNKNOWN, title, c10d::kUnsetTimeout, true}, operations);
   }
+  const ProfilerRecord record(operations);
   release(operations, true);
+  if (record.wanted()) {
+    const Tensors none;
+    record.submitted({title, true, getGroupUid(), getGroupDesc(), group_->info(), none, none}, *operations.front());
+  }
   // Of several steps the caller gets the last one's result.
   if (form == Handle::Form::kPair) operations.erase(operations.begin(), operations.end() - 1);
   return std::make_shared<Handle>(form, std::move(operations), std::move(second));

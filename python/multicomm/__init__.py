@@ -42,6 +42,7 @@ from multicomm._redistribution import (
     reducescatter_async,
 )
 from multicomm._reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from multicomm._timeline import start_timeline, stop_timeline
 from multicomm._verbs import (
     Handle,
     allreduce,
@@ -120,7 +121,9 @@ __all__ = [
     "shutdown",
     "size",
     "start",
+    "start_timeline",
     "stats",
+    "stop_timeline",
     "synchronize",
     "world",
 ]

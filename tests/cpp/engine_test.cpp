@@ -97,6 +97,76 @@ void what_piles_up_is_fused() {
   REQUIRE(s.rounds == 1 && s.batches == 1 && s.batched_operations == 40);
 }
 
+// Takes notes; its clock goes on whenever it is looked at.
+struct Notes final : Trace {
+  struct Over {
+    uint64_t sequence;
+    Trail trail;
+    OperationEnd end;
+    bool failed;
+  };
+  int64_t now() override { return ++time; }
+  void round_over(const GroupState&, const RoundTrail& round) override { rounds.push_back(round); }
+  void batch_over(const GroupState&, const BatchTrail& batch) override { batches.push_back(batch); }
+  void operation_over(const GroupState&, const Operation& o, OperationEnd end, const OperationError* error) override {
+    over.push_back({o.sequence, o.trail, end, error != nullptr});
+  }
+  int64_t time = 0;
+  std::vector<RoundTrail> rounds;
+  std::vector<BatchTrail> batches;
+  std::vector<Over> over;
+};
+
+void trace_is_told_of_every_state_once() {
+  Notes notes[2];
+  Pair pair;
+  for (int r = 0; r < 2; ++r) pair.world.coordinator(r).set_trace(&notes[r]);
+  std::vector<std::vector<int64_t>> a(12, std::vector<int64_t>(200, 1)), b(12, std::vector<int64_t>(200, 2));
+  std::vector<int64_t> small_a(2), small_b(2);
+  pair.submit(0, all_reduce(small_a));
+  for (auto& values : a) pair.submit(0, all_reduce(values));
+  settle(pair.world);
+  pair.submit(1, all_reduce(small_b));
+  for (auto& values : b) pair.submit(1, all_reduce(values));
+  settle(pair.world);
+  for (const Notes& n : notes) {
+    REQUIRE(n.over.size() == 13 && n.batches.size() == 1 && n.batches[0].operations == 12);
+    REQUIRE(n.batches[0].bytes == 12 * 1600 && !n.batches[0].failed);
+    for (size_t i = 0; i < n.over.size(); ++i) {
+      const auto& [sequence, t, end, failed] = n.over[i];
+      REQUIRE(sequence == i && end == OperationEnd::kDone && !failed && t.launched == 0);
+      REQUIRE(t.offered > 0 && t.agreed > t.offered && t.round >= 0);
+      const RoundTrail& round = n.rounds.at(static_cast<size_t>(t.round));
+      REQUIRE(round.number == t.round && round.started <= t.offered && round.ended == t.agreed);
+      if (i == 0) REQUIRE(t.batch == -1 && t.packing == 0);
+      else REQUIRE(t.batch == n.batches[0].number && t.fused == 12 && t.packing > t.agreed && t.packed > t.packing);
+    }
+  }
+  for (size_t i = 0; i < 13; ++i) REQUIRE(notes[0].over[i].trail.round == notes[1].over[i].trail.round);
+}
+
+void trace_is_told_of_what_does_not_end() {
+  Notes notes;
+  Pair pair;
+  pair.world.coordinator(0).set_trace(&notes);
+  std::vector<int64_t> a(2);
+  const auto alone = all_reduce(a);
+  alone->submitted = pair.world.now();
+  pair.submit(0, alone);
+  pass_time(pair.world, 3);
+  REQUIRE(notes.over.size() == 1 && notes.over[0].end == OperationEnd::kWaiting && notes.over[0].trail.offered > 0);
+  pair.group[0]->trace_unfinished();
+  REQUIRE(notes.over.size() == 2 && notes.over[1].end == OperationEnd::kUnfinished);
+  pair.world.coordinator(0).post([&] { pair.group[0]->give_up(aborted_error(pair.group[0]->info(), "enough")); });
+  settle(pair.world);
+  // Given up while its round is in flight, which may still come to its end: that is not told again.
+  REQUIRE(notes.over.size() == 3 && notes.over[2].end == OperationEnd::kDone && notes.over[2].failed);
+  pair.submit(1, all_reduce(a));
+  settle(pair.world);
+  REQUIRE(notes.over.size() == 3);
+  pair.world.coordinator(0).set_trace(nullptr);
+}
+
 void deterministic_mode_fuses_nothing() {
   Settings settings;
   settings.deterministic = true;
@@ -1054,6 +1124,8 @@ int main() {
       TEST(idle_group_sends_nothing),
       TEST(small_operation_rides_in_the_record),
       TEST(what_piles_up_is_fused),
+      TEST(trace_is_told_of_every_state_once),
+      TEST(trace_is_told_of_what_does_not_end),
       TEST(deterministic_mode_fuses_nothing),
       TEST(partial_agreement_is_carried_on),
       TEST(disagreement_fails_everywhere_and_touches_nothing),
