@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import multicomm  # noqa: F401  (registers the backend)
+import multicomm
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -201,6 +201,28 @@ class Bench:
     def storm_two_groups(self) -> None:
         self.all_at_once("storm_two_groups", [(256,)] * 1000, 2, 21)
 
+    def verbs(self) -> None:
+        """The package's own calls beside torch.distributed's, on the same group; and bare MPI's."""
+        data = self.data([(256,)] * 1000)
+
+        def by_verb() -> None:
+            for handle in [multicomm.allreduce_async_(tensor, op=multicomm.Sum) for tensor in data.tensors]:
+                multicomm.synchronize(handle)
+
+        def by_c10d() -> None:
+            for work in [dist.all_reduce(tensor, async_op=True) for tensor in data.tensors]:
+                work.wait()
+
+        contenders: dict[str, Work] = {
+            "multicomm": by_verb,
+            "c10d": by_c10d,
+            "grouped": lambda: multicomm.grouped_allreduce_(data.tensors, op=multicomm.Sum),
+        }
+        if self.mpi:
+            mpi, world, arrays = self.mpi, self.mpi.COMM_WORLD, [t.numpy() for t in data.tensors]
+            contenders["mpi"] = lambda: mpi.Request.Waitall([world.Iallreduce(mpi.IN_PLACE, a) for a in arrays])
+        self.run("verbs", contenders, data, 41)
+
     def resnet50(self) -> None:
         shapes = resnet50_shapes()
         total = sum(torch.Size(shape).numel() for shape in shapes)
@@ -258,6 +280,7 @@ def main() -> None:
         "sync_1k",
         "storm",
         "storm_two_groups",
+        "verbs",
         "resnet50",
         "big",
         "new_group_used",

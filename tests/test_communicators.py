@@ -315,6 +315,21 @@ def test_mpi4py_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mpi4py" else found(name))
-    for call in (multicomm.init, multicomm.world):
+    for call in (lambda: multicomm.init(comms=[]), multicomm.world):
         raises(call, "no mpi4py", ImportError, "pip install mpi4py")
     assert not dist.is_initialized()
+
+
+def without_mpi4py() -> None:
+    found = importlib.util.find_spec
+    sys.modules["mpi4py"] = None  # type: ignore[assignment]
+    importlib.util.find_spec = lambda name, *rest: None if name == "mpi4py" else found(name, *rest)
+    multicomm.init()
+    same(multicomm.allreduce(torch.ones(2), op=multicomm.Sum), [2.0, 2.0], "the world")
+    raises(lambda: multicomm.group(0), "no communicators", ValueError, "there are no communicators")
+    say("works without")
+
+
+@pytest.mark.parametrize("mpirun", [True, False], ids=["mpirun", "torchrun"])
+def test_the_world_needs_no_mpi4py(tmp_path: Path, mpirun: bool) -> None:
+    launch(without_mpi4py, 2, tmp_path, mpirun=mpirun).check().says("works without", 2)

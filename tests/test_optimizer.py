@@ -70,7 +70,7 @@ def train(me: Rank, model: nn.Module, optimizer: Any, steps: int, first: int = 0
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
-@on_ranks(1, 2, 3)
+@on_ranks(3)
 def test_a_training_is_that_of_one_process(me: Rank, make: Make) -> None:
     for group in me.joined("world", "pair", "unsorted"):
         model = network()
@@ -265,7 +265,7 @@ def test_gradients_that_do_not_fit_together(me: Rank) -> None:
     same(multicomm.allreduce(torch.ones(1)), [1.0], "afterwards")
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_broadcast_parameters(me: Rank) -> None:
     for group in me.joined("world", "unsorted"):
         root = group.ranks[-1]
@@ -282,7 +282,7 @@ def test_broadcast_parameters(me: Rank) -> None:
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_broadcast_optimizer_state(me: Rank, make: Make) -> None:
     """A rank that joins a training goes on as its root does."""
     for group in me.joined("world", "unsorted"):
@@ -306,7 +306,7 @@ def test_broadcast_optimizer_state(me: Rank, make: Make) -> None:
                     same(torch.as_tensor(other["state"][place][name]), torch.as_tensor(value), f"{name} of {place}")
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3)
 def test_objects(me: Rank) -> None:
     for group in me.joined("world", "pair", "unsorted"):
         root = group.ranks[-1]
