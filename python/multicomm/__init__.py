@@ -12,7 +12,7 @@ or, from mpi4py communicators, ``multicomm.init(comms=[comm, subcomm])``.
 from __future__ import annotations
 
 from multicomm import _stack as _stack  # here, since a thread that reads stacks should import nothing
-from multicomm._adasum import adasum_hook
+from multicomm._adasum_hook import adasum_hook
 from multicomm._backend import _register, launched_by_mpi, start, stats
 from multicomm._broadcast import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from multicomm._communicators import add_comm, comm_of, group, init, remove_comm, world

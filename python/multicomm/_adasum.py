@@ -65,14 +65,10 @@ def adasum_async(
     return _AdasumHandle(parts, outputs, grouped)
 
 
-def adasum_hook(group: GroupLike, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook of DistributedDataParallel: each parameter's gradient becomes the group's adaptive sum.
-
-    ``model.register_comm_hook(group, multicomm.adasum_hook)``; the group is the model's, or None for the world.
-    """
+def adasum_of_bucket(group: GroupLike, buffer: Tensor, gradients: Sequence[Tensor]) -> torch.futures.Future[Tensor]:
+    """The adaptive sum of each of the gradients, which lie in the buffer; the future has the buffer."""
     backend = backend_for(group, None)
-    buffer = bucket.buffer()
-    vectors = [gradient.reshape(-1) for gradient in bucket.gradients()]
+    vectors = [gradient.reshape(-1) for gradient in gradients]
     done = _Adasum(backend, _next_call(backend), vectors, vectors, 1.0).begin()
     whole: torch.futures.Future[Tensor] = torch.futures.Future(devices=_devices(buffer))
     _after(done, whole, lambda: whole.set_result(buffer))
@@ -206,4 +202,4 @@ def _devices(tensor: Tensor) -> list[torch.device] | None:
     return None if tensor.is_cpu else [tensor.device]
 
 
-__all__ = ["adasum_async", "adasum_hook"]
+__all__ = ["adasum_async", "adasum_of_bucket"]
