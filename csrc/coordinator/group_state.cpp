@@ -237,19 +237,33 @@ uint64_t GroupState::fill_record() {
   return mine_.offered + mine_.names.submitted.size() + mine_.names.fresh_count;
 }
 
+// Whether all members take both for one run, wherever they stand side by side: their sums of checksums are 0.
+bool GroupState::same_run(const Descriptor& a, const Descriptor& b) {
+  return a.agrees_with(b) && a.root < 0 && a.kind != OpKind::kAllToAll;
+}
+
 void GroupState::offer_pending() {
-  uint32_t offered = 0;
+  uint32_t offered = 0, runs = 0;
   InlineLayout layout(mine_.group_size);
   for (const OperationPtr& operation : pending_) {
-    if (offered == kMaxDescriptors || is_join(operation) || operation->hopeless() || !enter(operation)) break;
     const Descriptor& descriptor = operation->descriptor;
+    if (offered == kMaxOffered || is_join(operation) || operation->hopeless() || !enter(operation)) break;
+    // Of those that came by name each is compared by itself.
+    const bool joins = offered > moved_.size() && same_run(mine_.descriptors[runs - 1], descriptor);
+    if (!joins && runs == kMaxDescriptors) break;
     if (const auto slot = layout.place(descriptor)) {
       std::memset(mine_.payload + slot->offset, 0, slot->bytes);
       pack_inline(*operation, info_.rank, mine_.payload + slot->offset);
     } else if (coordinator_.settings().deterministic && layout.eligible(descriptor)) {
       break;  // inline or not must be a function of the size alone: it waits for a record with room
     }
-    Descriptor& mine = mine_.descriptors[offered++];
+    ++offered;
+    if (joins) {
+      ++mine_.repeats[runs - 1];
+      continue;
+    }
+    mine_.repeats[runs] = 1;
+    Descriptor& mine = mine_.descriptors[runs++];
     mine = descriptor;
     // The sum over all is 0: one that comes again before its time never fits, and a root must be there (see on_round).
     if (operation->repeated || descriptor.root == info_.rank) ++mine.checksum;
@@ -323,25 +337,29 @@ void GroupState::on_round(const std::string* error) {
 
 // How many of the operations that were offered are settled by this round; sets what the one behind them asks for.
 uint32_t GroupState::covered_prefix() {
-  uint32_t agreed = result_.agreed;
   const bool all_bring = result_.active == static_cast<uint32_t>(info_.size());
-  for (uint32_t i = 0; i < agreed; ++i) {
-    const Descriptor& d = result_.descriptors[i];
+  uint32_t fitting = result_.agreed, plain = kMaxOffered;
+  Table before = Table::kNone;  // what is still to be exchanged before the first that is not plain
+  for_runs(result_, result_.agreed, [&](uint32_t first, uint32_t, const Descriptor& d) {
     const bool fits = d.checksum == (d.root >= 0 ? 1u : 0u) && (all_bring || joinable(d));
-    if (!fits) agreed = i;
-  }
-  if (fault(Fault::kNoValidation)) agreed = result_.offered;
-  table_ = agreed < result_.offered ? Table::kDisagreement : Table::kNone;
+    if (!fits) fitting = std::min(fitting, first);
+    const Table asks = introduction_due(d)                 ? Table::kDevices
+                       : d.kind == OpKind::kGatherVariable ? Table::kSizes
+                                                           : Table::kNone;
+    if (asks == Table::kNone || first >= plain) return;
+    plain = first;
+    before = asks;
+  });
+  if (fault(Fault::kNoValidation)) fitting = result_.offered;
   // An operation before which something is still to be exchanged ends the prefix; at its head, it has the round for
   // itself.
-  for (uint32_t i = 0; i < agreed; ++i) {
-    const bool devices = introduction_due(result_.descriptors[i]);
-    if (!devices && result_.descriptors[i].kind != OpKind::kGatherVariable) continue;
-    table_ = i > 0 ? Table::kNone : devices ? Table::kDevices : Table::kSizes;
-    agreed = i;
-  }
-  stand_in_ = as_joined() && table_ == Table::kSizes ? stand_in_for(result_.descriptors[agreed]) : nullptr;
-  return agreed;
+  const bool asks = plain < fitting;
+  const uint32_t covered = std::min(fitting, plain);
+  table_ = asks                        ? (covered > 0 ? Table::kNone : before)
+           : fitting < result_.offered ? Table::kDisagreement
+                                       : Table::kNone;
+  stand_in_ = as_joined() && table_ == Table::kSizes ? stand_in_for(result_.descriptors[0]) : nullptr;
+  return covered;
 }
 
 OperationPtr GroupState::stand_in_for(const Descriptor& descriptor) const {
@@ -354,21 +372,20 @@ OperationPtr GroupState::stand_in_for(const Descriptor& descriptor) const {
 std::vector<OperationPtr> GroupState::take_covered(uint32_t count) {
   const bool from_others = as_joined();
   std::vector<OperationPtr> operations;
+  operations.reserve(count);
   for (uint32_t i = 0; i < count; ++i) {
-    const Descriptor& agreed = result_.descriptors[i];
     if (from_others) {
-      operations.push_back(stand_in_for(agreed));
+      operations.push_back(stand_in_for(descriptor_at(result_, i)));
     } else {
       pending_.front()->contributors = static_cast<int>(result_.active);
       operations.push_back(std::move(pending_.front()));
       pending_.pop_front();
     }
     if (moved_.empty()) continue;
-    // Inline or not must then be a function of the size alone, and only what is compared rides in the record.
-    const bool compared_again =
-        coordinator_.settings().deterministic && InlineLayout(mine_.group_size).eligible(agreed);
     Descriptor own = operations.back()->descriptor;
     if (from_others) own.checksum = 0;
+    // Inline or not must then be a function of the size alone, and only what is compared rides in the record.
+    const bool compared_again = coordinator_.settings().deterministic && InlineLayout(mine_.group_size).eligible(own);
     if (!compared_again) names_.agreed(moved_.front(), own);
     moved_.pop_front();
   }

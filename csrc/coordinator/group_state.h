@@ -145,6 +145,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void post_point_to_point();
   bool enter(const OperationPtr& operation);
   uint64_t fill_record();
+  static bool same_run(const Descriptor& a, const Descriptor& b);
   void offer_pending();
   void drop_hopeless();
   void start_round();

@@ -25,13 +25,20 @@ bool possible(const Descriptor& d, uint32_t group_size) {
 
 const char* implausible(const Record& mine, const Record& result) {
   if (result.active > mine.group_size || result.active < mine.active) return "other members than there are";
-  const uint32_t most = mine.active > 0 ? mine.offered : result.active > 0 ? kMaxDescriptors : 0;
+  const uint32_t most = mine.active > 0 ? mine.offered : result.active > 0 ? kMaxOffered : 0;
   if (result.offered > most || result.agreed > result.offered) return "more operations than were offered";
-  for (uint32_t i = 0; i < result.agreed; ++i) {
-    const Descriptor& d = result.descriptors[i];
-    if (mine.active > 0 ? !d.agrees_with(mine.descriptors[i]) : !possible(d, mine.group_size))
-      return "an operation that this rank did not offer";
+  uint32_t agreed = 0;
+  for (uint32_t run = 0; run < kMaxDescriptors && agreed < result.agreed; ++run) {
+    const Descriptor& d = result.descriptors[run];
+    const bool offered = mine.active > 0
+                             ? d.agrees_with(mine.descriptors[run]) && result.repeats[run] <= mine.repeats[run]
+                             : possible(d, mine.group_size);
+    if (!offered) return "an operation that this rank did not offer";
+    agreed += result.repeats[run];
+    const bool last = mine.active > 0 && result.repeats[run] < mine.repeats[run];
+    if (last && agreed < result.agreed) return "an operation that this rank did not offer";
   }
+  if (agreed != result.agreed) return "fewer operations than it says";
   if (!result.names.submitted.within(mine.names.submitted) || !result.names.unchanged.within(mine.names.unchanged))
     return "names that this rank did not offer";
   if (result.newest_joiner >= mine.group_size || result.sequence < mine.sequence) return "a join that cannot be";

@@ -25,25 +25,40 @@ void combine(const Record& in, Record& inout) {
   if (active == 0) {
     inout.offered = in.offered;
     inout.agreed = in.agreed;
+    std::memcpy(inout.repeats, in.repeats, sizeof(inout.repeats));
     std::memcpy(inout.descriptors, in.descriptors, sizeof(inout.descriptors));
     std::memcpy(inout.payload, in.payload, sizeof(inout.payload));
     return;
   }
   inout.offered = std::min(in.offered, inout.offered);
   // Whatever a peer has sent, nothing is read or written beyond a record.
-  const uint32_t common = std::min({in.agreed, inout.agreed, kMaxDescriptors});
+  const uint32_t common = std::min(in.agreed, inout.agreed);
   uint32_t agreed = 0;
-  while (agreed < common && in.descriptors[agreed].agrees_with(inout.descriptors[agreed])) {
-    inout.descriptors[agreed].checksum += in.descriptors[agreed].checksum;
-    ++agreed;
+  for (uint32_t run = 0; run < kMaxDescriptors && agreed < common; ++run) {
+    Descriptor& descriptor = inout.descriptors[run];
+    const uint32_t theirs = in.repeats[run], mine = inout.repeats[run];
+    if (!in.descriptors[run].agrees_with(descriptor)) break;
+    descriptor.checksum += in.descriptors[run].checksum;
+    inout.repeats[run] = static_cast<uint16_t>(std::min(theirs, mine));
+    agreed += inout.repeats[run];
+    if (theirs != mine || mine == 0) break;  // where the shorter one ends, the other goes on with what is not common
   }
-  inout.agreed = agreed;
+  inout.agreed = std::min(agreed, common);
   InlineLayout layout(inout.group_size);
-  for (uint32_t i = 0; i < agreed; ++i) {
-    const auto slot = layout.place(inout.descriptors[i]);
-    if (!slot) break;
-    combine_inline(inout.descriptors[i], slot->bytes, in.payload + slot->offset, inout.payload + slot->offset);
-  }
+  bool room = true;
+  for_runs(inout, inout.agreed, [&](uint32_t, uint32_t count, const Descriptor& descriptor) {
+    for (uint32_t i = 0; i < count && room; ++i) {
+      const auto slot = layout.place(descriptor);
+      room = slot.has_value();
+      if (room) combine_inline(descriptor, slot->bytes, in.payload + slot->offset, inout.payload + slot->offset);
+    }
+  });
+}
+
+const Descriptor& descriptor_at(const Record& record, uint32_t operation) {
+  uint32_t run = 0;
+  for (uint32_t at = record.repeats[0]; at <= operation && run + 1 < kMaxDescriptors; at += record.repeats[run]) ++run;
+  return record.descriptors[run];
 }
 
 }  // namespace multicomm

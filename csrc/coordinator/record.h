@@ -1,6 +1,7 @@
 // The record of a round and how two records combine (docs/design.md, "Rounds").
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -11,7 +12,8 @@
 namespace multicomm {
 
 inline constexpr uint32_t kProtocolVersion = 2;
-inline constexpr uint32_t kMaxDescriptors = 48;  // "W": operations offered in one round
+inline constexpr uint32_t kMaxDescriptors = 48;  // "W": runs of operations offered in one round
+inline constexpr uint32_t kMaxOffered = 4096;    // operations offered in one round
 inline constexpr size_t kInlineBytes = 1024;
 inline constexpr uint32_t kNobody = UINT32_MAX;
 
@@ -32,10 +34,25 @@ struct Record {
   uint64_t sequence = 0;       // maximum: of the join, where the member has joined
   int64_t newest_join = 0;     // maximum: when a member joined
   NameRecord names;
+  // Operations that all ask for the same, one behind the other, are one run. What a run is depends on what the members
+  // compare alone (see GroupState::offer_pending), so a common prefix is cut into the same runs everywhere.
+  uint16_t repeats[kMaxDescriptors] = {};
   alignas(16) Descriptor descriptors[kMaxDescriptors];
   alignas(16) std::byte payload[kInlineBytes];
 };
 static_assert(std::is_trivially_copyable_v<Record> && sizeof(Record) < 4096);
+
+// Calls use(first, count, descriptor) for each run of the first `operations`.
+template <typename Use>
+void for_runs(const Record& record, uint32_t operations, Use use) {
+  for (uint32_t run = 0, at = 0; run < kMaxDescriptors && at < operations; ++run) {
+    const uint32_t count = std::min<uint32_t>(record.repeats[run], operations - at);
+    use(at, count, record.descriptors[run]);
+    at += count;
+  }
+}
+// Of one of the operations that are agreed on.
+const Descriptor& descriptor_at(const Record& record, uint32_t operation);
 
 // inout = combine(in, inout). Commutative in its result bits, since MPI may swap operands on some ranks; associative
 // too, but for the rounding of floating-point sums and products. The result is what `agreed` and the other counters

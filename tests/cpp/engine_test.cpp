@@ -167,6 +167,25 @@ void trace_is_told_of_what_does_not_end() {
   pair.world.coordinator(0).set_trace(nullptr);
 }
 
+// Fewer descriptors than operations: a storm of equal ones is one round.
+void equal_operations_are_one_run() {
+  Pair pair;
+  std::vector<std::vector<int64_t>> a(1000, std::vector<int64_t>(200, 1)), b(1000, std::vector<int64_t>(200, 2));
+  for (size_t i = 0; i < 900; ++i) pair.submit(1, all_reduce(b[i]));
+  for (auto& values : a) pair.submit(0, all_reduce(values));
+  settle(pair.world);
+  GroupStatistics s = pair.group[0]->statistics();
+  REQUIRE(s.rounds == 1 && s.batches == 1 && s.batched_operations == 900 && a[899][127] == 3 && a[900][0] == 1);
+  // Where one of them is another on the other side, those before it are run.
+  for (size_t i = 900; i < 950; ++i) pair.submit(1, all_reduce(b[i]));
+  const auto other = all_reduce(b[950], ReduceOp::kMax);
+  pair.submit(1, other);
+  for (size_t i = 951; i < 1000; ++i) pair.submit(1, all_reduce(b[i]));
+  settle(pair.world);
+  REQUIRE(other->error() && b[950][0] == 2 && a[950][0] == 1 && a[949][0] == 3 && a[951][0] == 3 && b[999][5] == 3);
+  REQUIRE(other->error()->message.find("collective 950") != std::string::npos);
+}
+
 void deterministic_mode_fuses_nothing() {
   Settings settings;
   settings.deterministic = true;
@@ -706,7 +725,7 @@ void report_is_bounded_and_checked() {
     group.unfinished = 1;
     group.name = std::string(1000, 'n');
     group.members = {9, 3, 4, 5};
-    group.waiting = {{"collective 6, barrier", 1, 6, false, Standing::kAgreed, std::chrono::milliseconds(1500)}};
+    group.waiting = {{"collective 6, barrier", 1, 6, 0, false, Standing::kAgreed, std::chrono::milliseconds(1500)}};
     report.busy.push_back(group);
   }
   report.stack = std::string(1 << 20, 's');
@@ -1126,6 +1145,7 @@ int main() {
       TEST(what_piles_up_is_fused),
       TEST(trace_is_told_of_every_state_once),
       TEST(trace_is_told_of_what_does_not_end),
+      TEST(equal_operations_are_one_run),
       TEST(deterministic_mode_fuses_nothing),
       TEST(partial_agreement_is_carried_on),
       TEST(disagreement_fails_everywhere_and_touches_nothing),

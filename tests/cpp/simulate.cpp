@@ -293,8 +293,8 @@ class Program {
         if (!buffers_[b].own && (shares_memory_ || buffers_[b].group == group)) known.push_back(b);
       if (!known.empty()) return any(known);
     }
-    const size_t sizes[] = {0, 1, pick(2, 100), pick(100, 200), pick(200, 1000)};
-    const size_t made = new_buffer(sizes[pick(0, 4)]);
+    const size_t sizes[] = {0, 1, 60, 60, pick(2, 100), pick(100, 200), pick(200, 1000)};  // equal ones make runs
+    const size_t made = new_buffer(sizes[pick(0, 6)]);
     buffers_[made].group = group;
     return made;
   }
@@ -415,9 +415,12 @@ class Program {
       windows.back().push_back(entry);
       left = alone ? 0 : left - 1;
     }
+    // Whoever stays away does so from some step on: else others would wait for an earlier one of his, of which the
+    // first to give up knows nothing.
+    const bool in_order = trouble_ != Trouble::kNone && rank == victim_;
     for (auto& window : windows) {
       if (shares_memory_) {
-        move_named(window);
+        if (!in_order) move_named(window);
         continue;
       }
       std::vector<size_t> mixed;
@@ -433,7 +436,7 @@ class Program {
         }
       }
       window = mixed;
-      move_named(window);
+      if (!in_order) move_named(window);
     }
     return windows;
   }

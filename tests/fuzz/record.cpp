@@ -35,6 +35,7 @@ Records read_records(Reader& in, bool well_formed) {
     d.device = static_cast<DeviceKind>(in.byte() % 8 == 7);
     d.count = in.word();
     d.checksum = in.byte();
+    common.repeats[i] = 1;
     if (!well_formed) continue;
     d.kind = static_cast<OpKind>(static_cast<uint8_t>(d.kind) % (static_cast<uint8_t>(OpKind::kBarrier) + 1));
     d.dtype = static_cast<DType>(static_cast<uint8_t>(d.dtype) % (static_cast<uint8_t>(DType::kOther32) + 1));
