@@ -90,12 +90,12 @@ bool Coordinator::step(Clock::time_point now) {
   step_time_ = now;
   const bool polled = progress_.poll() > 0;
   drain_inbox();
-  std::erase_if(pauses_, [&](Pause& pause) {
+  const bool moved = polled || !ready_.empty();
+  std::erase_if(pauses_, [&](Pause& pause) {  // after a rest nothing has moved yet: whoever drives may nap
     if (pause.until > now) return false;
     ready_.push_back(std::move(pause.group));
     return true;
   });
-  const bool moved = polled || !ready_.empty();
   drain_ready();
   while (memory_freed_) {
     memory_freed_ = false;

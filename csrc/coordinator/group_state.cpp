@@ -17,7 +17,7 @@ namespace multicomm {
 namespace {
 
 constexpr std::chrono::milliseconds kMakersWord{1000};
-constexpr std::chrono::microseconds kShortestRest{20}, kLongestRest{1000};
+constexpr std::chrono::microseconds kShortestRest{20}, kLongestRest{4000};
 constexpr std::chrono::seconds kWordOfDeath{3};  // how long a broken transport waits to hear whose death it was
 
 bool is_join(const OperationPtr& operation) { return operation->descriptor.kind == OpKind::kJoin; }
@@ -294,6 +294,7 @@ void GroupState::start_round() {
     return;
   }
   last_offer_ = offer;
+  if (!no_progress_) waiting_since_ = coordinator_.step_time();
   round_active_ = true;
   trace_.round_started(pending_, mine_.offered, names_);
   channel_->control().start_round(mine_, result_, round_done_);
@@ -320,8 +321,7 @@ void GroupState::on_round(const std::string* error) {
     const size_t inlined =
         finish_inline({operations.begin(), operations.begin() + static_cast<std::ptrdiff_t>(covered)});
     operations.erase(operations.begin(), operations.begin() + static_cast<std::ptrdiff_t>(inlined));
-    pace_rounds(covered > 0 || table_ != Table::kNone || result_.names.fresh_count > 0 || !by_name.empty() ||
-                !moved_.empty());
+    pace_rounds(covered > 0 || table_ != Table::kNone || learned_ || !by_name.empty() || !moved_.empty());
     {
       const std::lock_guard lock(queue_mutex_);
       ++statistics_.rounds;
@@ -354,6 +354,7 @@ uint32_t GroupState::covered_prefix() {
   // An operation before which something is still to be exchanged ends the prefix; at its head, it has the round for
   // itself.
   const bool asks = plain < fitting;
+  asks_next_ = asks && std::min(fitting, plain) > 0;
   const uint32_t covered = std::min(fitting, plain);
   table_ = asks                        ? (covered > 0 ? Table::kNone : before)
            : fitting < result_.offered ? Table::kDisagreement
@@ -396,7 +397,8 @@ std::vector<OperationPtr> GroupState::take_covered(uint32_t count) {
 // compared: a place that all members' queues have.
 std::vector<OperationPtr> GroupState::take_names() {
   NamedOperations::Matches matches;
-  if (table_ == Table::kNone) {  // else what is pending here has a head that is asked about
+  // Else the head of what is pending is asked about, or is to be in the next round, which nothing may put off for ever.
+  if (table_ == Table::kNone && !asks_next_) {
     matches = names_.match(result_.names, result_.active < static_cast<uint32_t>(info_.size()));
     std::vector<OperationPtr> fresh;
     for (const auto& match : matches.submitted)
@@ -405,7 +407,7 @@ std::vector<OperationPtr> GroupState::take_names() {
     for (auto it = matches.submitted.rbegin(); it != matches.submitted.rend(); ++it)
       moved_.push_front({it->slot, it->hash, nullptr});
   }
-  names_.learn(result_.names);
+  learned_ = names_.learn(result_.names);
   return std::move(matches.agreed);
 }
 
@@ -414,9 +416,7 @@ std::vector<OperationPtr> GroupState::take_names() {
 void GroupState::pace_rounds(bool progress) {
   const auto now = coordinator_.step_time();
   no_progress_ = !progress;
-  if (progress) last_progress_ = now;
-  else
-    round_due_ = now + std::clamp<Operation::Clock::duration>((now - last_progress_) / 8, kShortestRest, kLongestRest);
+  round_due_ = now + std::clamp<Operation::Clock::duration>((now - waiting_since_) / 8, kShortestRest, kLongestRest);
 }
 
 void GroupState::all_joined() {
@@ -831,6 +831,7 @@ void GroupState::fail_pending(const ErrorPtr& error) {
     pending_.pop_back();
     settle(operation, error);
   }
+  moved_.resize(std::min(moved_.size(), kept));
   for (const OperationPtr& operation : names_.take_all_but(round_active_ ? mine_.names : NameRecord()))
     settle(operation, error);
   names_.for_each([&](const OperationPtr& operation) { abandon(operation, error); });
@@ -1005,7 +1006,9 @@ void GroupState::inspect(const Waiting& waiting, Operation::Clock::time_point no
   const Operation& operation = *waiting.operation;
   if (channel_ == nullptr || coordinator_.inquiries() == nullptr) return;
   const auto warning = coordinator_.settings().stall_warning;
-  const auto waited = now - operation.submitted;
+  // A join waits since the last round: others are at work as long as there are any.
+  const bool joined_here = is_join(waiting.operation) && operation.prepared;
+  const auto waited = now - (joined_here ? operation.deadline - join_allowance_ : operation.submitted);
   const bool due = warning.count() > 0 && waited >= warning;
   const bool near_end = operation.deadline != Operation::Clock::time_point::max() &&
                         waited >= (operation.deadline - operation.submitted) / 2;
@@ -1022,7 +1025,11 @@ void GroupState::inspect(const Waiting& waiting, Operation::Clock::time_point no
 void GroupState::set_timeout(std::chrono::milliseconds timeout) {
   take_submissions();
   for_unfinished([&](const OperationPtr& o, bool) {
-    if (!o->own_deadline) o->deadline = o->submitted + timeout;
+    if (o->own_deadline) return;
+    o->deadline = o->submitted + timeout;
+    if (!is_join(o) || !o->prepared) return;
+    join_allowance_ = timeout;
+    o->deadline = after(coordinator_.step_time(), timeout);
   });
 }
 

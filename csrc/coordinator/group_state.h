@@ -253,7 +253,9 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   // A round in which nothing came together is not repeated at once, unless there is something new to offer.
   bool no_progress_ = false;
   uint64_t last_offer_ = 0;
-  Operation::Clock::time_point last_progress_{};
+  Operation::Clock::time_point waiting_since_{};
+  bool learned_ = false;    // the last round gave names to this group, for nothing that waits
+  bool asks_next_ = false;  // the last round left something that needs the next one's head
   Operation::Clock::time_point round_due_{};
   Operation::Clock::time_point resting_until_{};  // then the coordinator makes this group ready
   Operation::Clock::duration join_allowance_{};   // a join waits for so long since the last round

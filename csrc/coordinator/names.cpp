@@ -143,7 +143,8 @@ uint32_t NamedOperations::new_slot() {
   return slot;
 }
 
-void NamedOperations::learn(const NameRecord& result) {
+bool NamedOperations::learn(const NameRecord& result) {
+  const size_t strangers = strangers_.size();
   const uint64_t from = cursor_;
   for (uint32_t i = 0; i < result.fresh_count; ++i) {
     const uint64_t hash = result.fresh[i] + from;
@@ -155,6 +156,7 @@ void NamedOperations::learn(const NameRecord& result) {
     if (name.head) unoffered_.push_back(slot);
     std::erase(strangers_, hash);
   }
+  return result.fresh_count > 0 && (strangers == 0 || strangers_.size() < strangers);
 }
 
 void NamedOperations::agreed(const Match& match, const Descriptor& descriptor) {

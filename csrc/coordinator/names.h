@@ -74,7 +74,8 @@ class NamedOperations {
   // has, and nothing is taken as agreed.
   Matches match(const NameRecord& result, bool joined);
   // Gives slots to the names that are new. After match(), which goes by the slots as they were.
-  void learn(const NameRecord& result);
+  // Whether anything has come of it: a slot that was taken from a name that waits here is nothing gained.
+  bool learn(const NameRecord& result);
   // All members have submitted `descriptor` under the name, and it fits together.
   void agreed(const Match& match, const Descriptor& descriptor);
 

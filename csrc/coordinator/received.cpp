@@ -1,7 +1,9 @@
 #include "coordinator/received.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cstring>
+#include <functional>
 
 #include "coordinator/reduce_kernels.h"
 #include "transport/transport.h"
@@ -42,7 +44,10 @@ const char* implausible(const Record& mine, const Record& result) {
   if (!result.names.submitted.within(mine.names.submitted) || !result.names.unchanged.within(mine.names.unchanged))
     return "names that this rank did not offer";
   if (result.newest_joiner >= mine.group_size || result.sequence < mine.sequence) return "a join that cannot be";
-  if (result.names.fresh_count > kNewNames) return "more new names than a round takes";
+  const NameRecord& names = result.names;
+  if (names.fresh_count > kNewNames) return "more new names than a round takes";
+  const auto* const end = names.fresh + names.fresh_count;
+  if (std::adjacent_find(names.fresh, end, std::greater_equal<>()) != end) return "new names out of order";
   if (result.leaving > mine.group_size) return "more members that leave than there are";
   return nullptr;
 }

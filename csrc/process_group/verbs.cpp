@@ -51,6 +51,25 @@ std::function<void()> profiled(const char* title) {
   return [event] { event->end(); };
 }
 
+// The root's part of a broadcast whose result is a new tensor. The copy is made when the operation is over: until then
+// others may be in line for the tensor.
+class CopyingBroadcast final : public TensorOperation {
+ public:
+  CopyingBroadcast(const at::Tensor& tensor, const at::Tensor& copy, int root, int shown_root)
+      : TensorOperation(OpKind::kBroadcast, ReduceOp::kNone, tensor.scalar_type(), root, shown_root), tensor_(tensor) {
+    result = copy;
+    add_input(tensor);
+  }
+  void finish() override {
+    TensorOperation::finish();
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    result.copy_(tensor_);
+  }
+
+ private:
+  const at::Tensor tensor_;
+};
+
 Handle::Form form_of(const VerbOptions& options) {
   return options.grouped ? Handle::Form::kList : Handle::Form::kTensor;
 }
@@ -104,6 +123,8 @@ ProcessGroupMulticomm::HandlePtr ProcessGroupMulticomm::verb_all_reduce(const Te
           (options.op == ReduceOp::kSum || options.op == ReduceOp::kAvg) && options.before == 1 && options.after == 1,
           where, ": of sparse tensors Sum and Average are supported, without factors");
       check_reduction(where, options.op, tensor.scalar_type());
+      TORCH_CHECK_VALUE(options.op == ReduceOp::kSum || !c10::isIntegralType(tensor.scalar_type(), true), where,
+                        ": Average of sparse ", tensor.scalar_type(), " tensors is not supported, Sum is");
       const at::AutoDispatchBelowADInplaceOrView guard;
       at::Tensor result = options.in_place ? tensor : tensor.clone();
       operations.push_back(std::make_shared<SparseAllReduce>(result, options.op));
@@ -168,19 +189,19 @@ ProcessGroupMulticomm::HandlePtr ProcessGroupMulticomm::verb_broadcast(const Ten
   std::vector<TensorOperationPtr> operations;
   for (const at::Tensor& tensor : tensors) {
     check_dense(where, tensor);
-    auto operation = make(OpKind::kBroadcast, ReduceOp::kNone, tensor.scalar_type(), group_root);
+    TensorOperationPtr operation;
+    const bool root_here = group_root == rank_;
+    if (options.in_place || !root_here) {
+      operation = make(OpKind::kBroadcast, ReduceOp::kNone, tensor.scalar_type(), group_root);
+      operation->result = options.in_place ? tensor : new_output(tensor, tensor.sizes());
+      if (root_here) operation->add_input(operation->result);
+      else operation->add_output(operation->result);
+    } else {
+      operation = std::make_shared<CopyingBroadcast>(tensor, new_output(tensor, tensor.sizes()), group_root, root);
+    }
+    if (options.in_place) check_writable(where, tensor);
     operation->descriptor.count = static_cast<uint64_t>(tensor.numel());
     operation->mix_sizes(tensor.sizes());
-    if (options.in_place) {
-      check_writable(where, tensor);
-      operation->result = tensor;
-    } else {
-      operation->result = new_output(tensor, tensor.sizes());
-      const at::AutoDispatchBelowADInplaceOrView guard;
-      if (group_root == rank_) operation->result.copy_(tensor);
-    }
-    if (group_root == rank_) operation->add_input(operation->result);
-    else operation->add_output(operation->result);
     operations.push_back(std::move(operation));
   }
   return submit_verb("multicomm:broadcast", form_of(options), std::move(operations), options);

@@ -13,6 +13,7 @@ over, at different times on different ranks; the engine matches the stages by na
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,11 +22,16 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from multicomm import _C
 from multicomm._groups import GroupLike, backend_for
 
 _Backend: TypeAlias = _C.ProcessGroupMulticomm
+# Its value is the results: so streams that wait for it wait for them.
+_Outcome: TypeAlias = torch.futures.Future[list[Tensor]]
+
+_names_of_buckets = WeakTensorKeyDictionary()
 
 
 def adasum_async(
@@ -40,7 +46,8 @@ def adasum_async(
 ) -> _AdasumHandle:
     """The adaptive sum of each tensor: a handle whose wait() returns the tensor or, where `grouped`, a list.
 
-    The factors scale the result, which is the same as scaling the tensors.
+    The factors scale the result, which is the same as scaling the tensors. The tensors are read at the call: nothing
+    else may be in flight on them.
 
     Raises:
         ValueError: a tensor that is not of a real floating-point dtype, or is sparse.
@@ -65,24 +72,43 @@ def adasum_async(
     return _AdasumHandle(parts, outputs, grouped)
 
 
-def adasum_of_bucket(group: GroupLike, buffer: Tensor, gradients: Sequence[Tensor]) -> torch.futures.Future[Tensor]:
+def adasum_of_bucket(
+    group: GroupLike, buffer: Tensor, gradients: Sequence[Tensor], first_parameter: Tensor
+) -> torch.futures.Future[Tensor]:
     """The adaptive sum of each of the gradients, which lie in the buffer; the future has the buffer."""
     backend = backend_for(group, None)
+    # Buckets are first seen in one order on all ranks. A name that comes again costs less than a new one.
+    name: str | None = _names_of_buckets.get(first_parameter)
+    if name is None:
+        name = _names_of_buckets[first_parameter] = _next_call(backend)
     vectors = [gradient.reshape(-1) for gradient in gradients]
-    done = _Adasum(backend, _next_call(backend), vectors, vectors, 1.0).begin()
+    done = _Adasum(backend, name, vectors, vectors, 1.0).begin()
     whole: torch.futures.Future[Tensor] = torch.futures.Future(devices=_devices(buffer))
-    _after(done, whole, lambda: whole.set_result(buffer))
+
+    def then(finished: _Outcome) -> None:
+        try:
+            finished.value()
+        except Exception as error:  # noqa: BLE001  it belongs to whoever waits
+            whole.set_exception(error)
+        else:
+            whole.set_result(buffer)
+
+    done.add_done_callback(then)
     return whole
 
 
 class _AdasumHandle:
-    def __init__(self, parts: list[torch.futures.Future[None]], outputs: list[Tensor], grouped: bool) -> None:
+    def __init__(self, parts: list[_Outcome], outputs: list[Tensor], grouped: bool) -> None:
         self._parts, self._outputs, self._grouped = parts, outputs, grouped
 
     def poll(self) -> bool:
         return all(part.done() for part in self._parts)
 
     def wait(self) -> Any:
+        for part in self._parts:  # all of them, also after an error: they write into the caller's tensors
+            ended = threading.Event()
+            part.add_done_callback(lambda _, ended=ended: ended.set())
+            ended.wait()  # unlike a future's own wait() it lets Ctrl-C through
         for part in self._parts:
             part.wait()
         return self._outputs if self._grouped else self._outputs[0]
@@ -98,41 +124,40 @@ class _Adasum:
     results: list[Tensor]
     factor: float
 
-    def begin(self) -> torch.futures.Future[None]:
+    def begin(self) -> _Outcome:
         first = self.vectors[0]
-        self.done: torch.futures.Future[None] = torch.futures.Future(devices=_devices(first))
+        self.done: _Outcome = torch.futures.Future(devices=_devices(first))
+        self.inference = any(result.is_inference() for result in self.results)
         members = len(self.backend._global_ranks)
         total = sum(vector.numel() for vector in self.vectors)
         self.share = -(-total // members)
         flat = first.new_zeros(members * self.share)
         torch.cat(self.vectors, out=flat[:total])
         self.pieces = torch.empty_like(flat)
-        self._next(self.backend._named_all_to_all(self.pieces, flat, f"{self.name}:pieces"), self._multiply)
+        work = self.backend._named_all_to_all(self.pieces, flat, f"{self.name}:pieces")
+        self._after(work, self._multiply, f"{self.name}:products")
         return self.done
 
     def _multiply(self) -> None:
         """The scalar products of all members' pieces, tensor by tensor."""
         members = len(self.backend._global_ranks)
-        # Of one vector all lie in the same columns; in float64, since squares of half precision overflow soon.
+        # In float64, since squares of half precision overflow soon.
         self.rows = self.pieces.view(members, self.share).double()
         self.products = self.rows.new_zeros(len(self.vectors), members, members)
         for number, columns in self._columns():
             part = self.rows[:, columns]
             self.products[number] = part @ part.T
-        self._next(self.backend._named_all_reduce(self.products, f"{self.name}:products"), self._combine)
+        work = self.backend._named_all_reduce(self.products, f"{self.name}:products")
+        self._after(work, self._combine, f"{self.name}:sum")
 
     def _combine(self) -> None:
         share = self.rows.new_zeros(self.share)
         coefficients = _coefficients(self.products.cpu()).to(share.device)
         for number, columns in self._columns():
             share[columns] = coefficients[number] @ self.rows[:, columns]
+        result = (share * self.factor).to(self.pieces.dtype)
         # The memory of the pieces has served its turn.
-        self._next(
-            self.backend._named_all_gather(
-                self.pieces, (share * self.factor).to(self.pieces.dtype), f"{self.name}:sum"
-            ),
-            self._finish,
-        )
+        self._after(self.backend._named_all_gather(self.pieces, result, f"{self.name}:sum"), self._finish, None)
 
     def _finish(self) -> None:
         begin = 0
@@ -140,7 +165,7 @@ class _Adasum:
             for vector, result in zip(self.vectors, self.results, strict=True):
                 result.copy_(self.pieces[begin : begin + vector.numel()].view(result.shape))
                 begin += vector.numel()
-        self.done.set_result(None)
+        self.done.set_result(self.results)
 
     def _columns(self) -> list[tuple[int, slice]]:
         """Which columns of this member's share belong to which vector."""
@@ -154,21 +179,32 @@ class _Adasum:
             begin = end
         return found
 
-    def _next(self, work: dist.Work, stage: Callable[[], None]) -> None:
-        _after(work.get_future(), self.done, stage)
+    def _after(self, work: dist.Work, stage: Callable[[], None], stage_name: str | None) -> None:
+        """Runs the stage, which begins with an operation of that name, when the work is done."""
 
+        def then(finished: torch.futures.Future[Any]) -> None:
+            try:
+                finished.value()
+            except Exception as error:  # noqa: BLE001  all members have it; it belongs to whoever waits
+                self.done.set_exception(error)
+                return
+            try:
+                with torch.inference_mode(self.inference):
+                    self._use_on_this_stream()
+                    stage()
+            except Exception as error:  # noqa: BLE001  of this rank alone
+                if stage_name is not None:  # what does not fit tells the others, who would wait for the time-out
+                    self.backend._named_all_reduce(torch.empty(0), stage_name)
+                self.done.set_exception(error)
 
-def _after(future: torch.futures.Future[Any], outcome: torch.futures.Future[Any], stage: Callable[[], None]) -> None:
-    """Runs the stage when the future is there; `outcome` has the error of either."""
+        work.get_future().add_done_callback(then)
 
-    def then(finished: torch.futures.Future[Any]) -> None:
-        try:
-            finished.value()
-            stage()
-        except Exception as error:  # noqa: BLE001  it belongs to whoever waits, not to the thread that runs this
-            outcome.set_exception(error)
-
-    future.add_done_callback(then)
+    def _use_on_this_stream(self) -> None:
+        """Lets the allocator know: each stage runs on a stream of its own, behind the one before."""
+        if self.pieces.is_cuda:
+            stream = torch.cuda.current_stream(self.pieces.device)
+            for tensor in (self.pieces, *self.vectors, *vars(self).get("rows", ())):
+                tensor.record_stream(stream)
 
 
 def _coefficients(products: Tensor) -> Tensor:

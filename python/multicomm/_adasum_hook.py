@@ -13,7 +13,7 @@ def adasum_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
 
     ``model.register_comm_hook(group, multicomm.adasum_hook)``; the group is the model's, or None for the world.
     """
-    return adasum_of_bucket(group, bucket.buffer(), bucket.gradients())
+    return adasum_of_bucket(group, bucket.buffer(), bucket.gradients(), bucket.parameters()[0])
 
 
 __all__ = ["adasum_hook"]

@@ -108,10 +108,11 @@ class _AllGather(_Verb):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         name, backend = _of_gradient(ctx.arguments[0]), ctx.arguments[1]
-        own = torch.tensor([[_rows(shape) for shape in ctx.shapes]])
+        own = torch.tensor([[backend.rank(), *(_rows(shape) for shape in ctx.shapes)]])
         rows = backend.verb_all_gather([own], f"{name}.rows" if name else None, False)
         averages = allreduce(list(gradients), ctx.grouped, Average, name, 1.0, 1.0, backend)
-        first = rows.wait()[: backend.rank()].sum(0).tolist()
+        table = rows.wait()  # without those that have joined
+        first = table[table[:, 0] < backend.rank(), 1:].sum(0).tolist()
         own_rows = zip(averages, first, ctx.shapes, strict=True)
         return None, None, *(average.narrow(0, at, _rows(shape)).reshape(shape) for average, at, shape in own_rows)
 

@@ -43,10 +43,13 @@ def broadcast_parameters(
 def _broadcast(
     named: list[tuple[str, Tensor]], root_rank: int, group: GroupLike, communicator_id: CommunicatorId
 ) -> None:
-    """In place. Of a tensor that lies in memory with gaps or overlaps, the values."""
+    """In place."""
     backend = backend_for(group, communicator_id)
-    if named:
-        backend.verb_broadcast([value.detach() for _, value in named], root_rank, "broadcast", True, True).wait()
+    is_root = backend._global_ranks[backend.rank()] == root_rank
+    # The root only reads, so also what lies in memory with overlaps (an expanded tensor).
+    values = [value.detach().contiguous() if is_root else value.detach() for _, value in named]
+    if values:
+        backend.verb_broadcast(values, root_rank, "broadcast", True, True).wait()
 
 
 def broadcast_object(
@@ -79,11 +82,15 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, group: GroupLike = None, communicator_id: CommunicatorId = None
 ) -> list[Any]:
-    """The objects of all members, in the group's rank order; pickled, see broadcast_object()."""
+    """The objects of all members, in the group's rank order; pickled, see broadcast_object(). None of those that have
+    joined."""
     backend = backend_for(group, communicator_id)
     gathered: Tensor = backend.verb_all_gather([_pickled(obj)], name, False).wait()
-    stream = io.BytesIO(gathered.numpy().tobytes())  # a pickle knows its own end
-    return [pickle.load(stream) for _ in range(backend.size())]
+    stream = io.BytesIO(gathered.numpy().tobytes())
+    objects = []
+    while stream.tell() < gathered.numel():  # a pickle knows its own end
+        objects.append(pickle.load(stream))
+    return objects
 
 
 def _pickled(obj: Any) -> Tensor:

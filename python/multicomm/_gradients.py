@@ -38,6 +38,8 @@ class GradientExchange:
         self._predivide_factor = predivide_factor
         self._sparse_as_dense = sparse_as_dense
         self._names: dict[Tensor, str] = {}
+        self._sparse: set[Tensor] = set()  # have had sparse gradients
+        self._number = self._backend._next_composed()  # all members make their exchanges of a group in one order
         self._passes_left: dict[Tensor, int] = {}
         self._under_way: dict[Tensor, tuple[Handle, Tensor, object]] = {}  # what travels, and for decompress()
         self.synchronized = False
@@ -55,6 +57,10 @@ class GradientExchange:
         return bool(self._under_way)
 
     def set_passes(self, passes: int) -> None:
+        if passes < 1:
+            raise ValueError(f"backward_passes_per_step is {passes}: at least one pass makes a step")
+        if self._under_way:
+            raise ValueError("backward_passes_per_step cannot change between backward() and step() or synchronize()")
         self._passes = passes
         for parameter in self._passes_left:
             self._passes_left[parameter] = passes
@@ -64,7 +70,8 @@ class GradientExchange:
             raise AssertionError(
                 f"the gradient of {self._names[parameter]!r} was computed in more than backward_passes_per_step = "
                 f"{self._passes} backward passes before step() or synchronize(): raise backward_passes_per_step to "
-                "accumulate gradients locally"
+                "accumulate gradients locally. After a backward pass that has failed, synchronize() on all members "
+                "makes a new start"
             )
         self._passes_left[parameter] -= 1
         if self._passes_left[parameter] == 0:
@@ -72,10 +79,13 @@ class GradientExchange:
 
     def _start(self, parameter: Tensor) -> None:
         if parameter.grad is None:  # other members may have one
-            parameter.grad = torch.zeros_like(parameter)
+            layout = torch.sparse_coo if parameter in self._sparse else torch.strided
+            parameter.grad = torch.zeros_like(parameter, layout=layout)
         elif parameter.grad.is_sparse and self._sparse_as_dense:
             parameter.grad = parameter.grad.to_dense()
         gradient = parameter.grad
+        if gradient.is_sparse:
+            self._sparse.add(parameter)
         before = after = 1.0
         if self._op == Average:
             before, after = 1 / self._predivide_factor, self._predivide_factor
@@ -84,26 +94,29 @@ class GradientExchange:
             with torch.no_grad():
                 gradient, context = self._compression.compress(gradient)
         handle = allreduce_async_(
-            gradient, None, f"gradient.{self._names[parameter]}", self._op, before, after, self._group,
+            gradient, None, f"gradient.{self._number}.{self._names[parameter]}", self._op, before, after, self._group,
             self._communicator_id,
         )  # fmt: skip
         self._under_way[parameter] = handle, gradient, context
 
     def synchronize(self) -> None:
         """Starts what is missing and waits for all; every gradient is the group's afterwards, or an error is raised."""
-        for parameter in self._names:
-            if parameter not in self._under_way:
-                self._start(parameter)
         error: Exception | None = None
+        try:
+            for parameter in self._names:
+                if parameter not in self._under_way:
+                    self._start(parameter)
+        except Exception as failure:  # what has been started is waited for all the same: it uses the gradients
+            error = failure
         for parameter, (handle, gradient, context) in self._under_way.items():
             try:
                 handle.wait()
-            except Exception as failure:  # the others are waited for all the same: they use the gradients
+                if gradient is not parameter.grad or context is not None:
+                    with torch.no_grad():
+                        result = self._compression.decompress(gradient, context)
+                        parameter.grad = result if parameter.grad is None else parameter.grad.copy_(result)
+            except Exception as failure:
                 error = error or failure
-                continue
-            if gradient is not parameter.grad:
-                with torch.no_grad():
-                    parameter.grad.copy_(self._compression.decompress(gradient, context))
         self._under_way.clear()
         self.set_passes(self._passes)
         if error is not None:

@@ -21,6 +21,8 @@ class _Distributed(torch.optim.Optimizer):  # type: ignore[misc]
     """What DistributedOptimizer() puts in front of the optimizer's own class."""
 
     _exchange: GradientExchange
+    param_groups: list[dict[str, Any]]
+    state: Any
     _skips: bool
 
     def synchronize(self) -> None:
@@ -81,6 +83,18 @@ class _Distributed(torch.optim.Optimizer):  # type: ignore[misc]
             )
         super().zero_grad(set_to_none)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own. What shares this one's options, such as a scheduler made before, goes on doing so."""
+        groups, state = self.param_groups, self.state
+        super().load_state_dict(state_dict)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        loaded_state = dict(self.state)
+        state.clear()
+        state.update(loaded_state)
+        self.param_groups, self.state = groups, state
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the optimizer's own; the new parameters' gradients are reduced too, named by their places."""
         super().add_param_group(param_group)
@@ -133,6 +147,8 @@ def DistributedOptimizer(  # noqa: N802  (the name is Horovod's)
 
     A gradient is reduced as soon as the backward pass has it, while that goes on. Use it in place of ``optimizer``,
     with which it shares state and parameters. A parameter that has no gradient on this rank brings zeros.
+
+    All members make their optimizers of one group in the same order.
 
     Args:
         named_parameters: names for errors, and for matching gradients that ranks get in different orders; the same on

@@ -83,7 +83,7 @@ def allreduce_async_(
     backend = backend_for(group, communicator_id)
     if op is None or average is not None:
         op = reduce_op(average, op)
-    if op is Adasum:
+    if op == Adasum:
         return adasum_async(backend, [tensor], name, prescale_factor, postscale_factor, grouped=False, in_place=True)
     return backend.verb_all_reduce(tensor, op, prescale_factor, postscale_factor, name, True)
 
@@ -102,7 +102,7 @@ def allreduce_async(
     backend = backend_for(group, communicator_id)
     if op is None or average is not None:
         op = reduce_op(average, op)
-    if op is Adasum:
+    if op == Adasum:
         return adasum_async(backend, [tensor], name, prescale_factor, postscale_factor, grouped=False, in_place=False)
     return backend.verb_all_reduce(tensor, op, prescale_factor, postscale_factor, name, False)
 
@@ -194,7 +194,7 @@ def _grouped_allreduce(
     in_place: bool,
 ) -> Handle:
     backend = backend_for(group, communicator_id)
-    if op is Adasum:
+    if op == Adasum:
         return adasum_async(backend, tensors, name, before, after, grouped=True, in_place=in_place)
     return backend.verb_grouped_all_reduce(listed(tensors), op, before, after, name, in_place)
 

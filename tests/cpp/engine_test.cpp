@@ -939,7 +939,7 @@ void waiting_for_names_is_quiet() {
   REQUIRE(pair.group[0]->statistics().rounds < 2500);
   const auto late = named(c, "only 1");
   pair.submit(0, late);
-  for (int i = 0; i < 15 && !late->done(); ++i) {
+  for (int i = 0; i < 50 && !late->done(); ++i) {
     pair.world.advance_time(std::chrono::microseconds(100));
     settle(pair.world);
   }

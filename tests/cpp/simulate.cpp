@@ -210,7 +210,7 @@ class Program {
     const bool whole_rank = trouble_ == Trouble::kDies || trouble_ == Trouble::kStopped;
     for (Group& g : groups_) g.affected = whole_rank ? member_of(g, victim_) >= 0 : &g == &group;
     // Whoever leaves announces it in the rounds, so that one who waits for a message of his has only the time-out.
-    if (trouble_ != Trouble::kDies && trouble_ != Trouble::kAborts) timeout_ = milliseconds(pick(400, 1500));
+    if (trouble_ != Trouble::kDies && trouble_ != Trouble::kAborts) timeout_ = milliseconds(pick(1000, 2000));
     if (trouble_ == Trouble::kAbsent && chance(50)) {
       waits_at_end_ = true;
       timeout_ = kLongTimeout;
