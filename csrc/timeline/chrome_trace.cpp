@@ -56,7 +56,7 @@ std::string origin_event(const Origin& origin) {
   json.raw(R"(,"args":{"name":)").string("rank " + std::to_string(origin.rank) + ", " + origin.place).raw("}}");
   json.raw(",\n").raw(R"({"ph":"M","name":"process_sort_index","pid":)").number(origin.rank);
   json.raw(R"(,"args":{"sort_index":)").number(origin.rank).raw("}}");
-  return json.text();
+  return std::string(json.text());
 }
 
 ChromeTrace::ChromeTrace(int rank, Emit emit) : rank_(rank), emit_(std::move(emit)) {}
