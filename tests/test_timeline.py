@@ -56,9 +56,7 @@ def operations(events: list[Event], name: str | None = None) -> list[Event]:
 def check_lives(events: list[Event]) -> None:
     """Every operation's states are in order and fill its time, and no lane has two slices at a time."""
     lanes: dict[tuple[int, int], float] = {}
-    for event in events:
-        if event["ph"] != "X":
-            continue
+    for event in sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"]):
         assert event["dur"] >= 0, event
         lane = event["pid"], event["tid"]
         assert event["ts"] >= lanes.get(lane, 0.0) - 0.002, event
@@ -376,6 +374,7 @@ def test_the_ranks_are_merged_into_one_trace_and_one_page(rounds: Path, tmp_path
     whole = json.loads((tmp_path / "all.json").read_text())
     events = whole["traceEvents"]
     assert {e["pid"] for e in events} == {0, 1}
+    check_lives([e for e in events if e.get("cat") != "state"])
     assert min(e["ts"] for e in events if "ts" in e) == 0
     for operation in operations(events):
         inside = [
@@ -451,7 +450,11 @@ BROKEN = {
     "too new": ('[{"ph": "M", "name": "multicomm", "args": {"version": 99}}]', "version 99; this multicomm reads"),
     "no rank": ('[{"ph": "M", "name": "multicomm", "args": {"version": 1}}]', "'rank'"),
     "no time": ('[HEAD, {"ph": "X", "name": "round"}]', "event 1 has no time"),
-    "backwards": ('[HEAD, {"ph": "X", "name": "x", "ts": 1, "dur": -1}]', "event 1 has no duration, or a negative"),
+    "backwards": (
+        '[HEAD, {"ph": "X", "cat": "round", "name": "x", "ts": 1, "dur": -1}]',
+        "event 1 has no duration, or a negative",
+    ),
+    "unknown": ('[HEAD, {"ph": "X", "cat": "x", "name": "x", "ts": 1, "dur": 1}]', "event 1 is of an unknown category"),
     "no group": (
         '[HEAD, {"ph": "X", "cat": "round", "name": "x", "ts": 1, "dur": 1}]',
         r"event 1 \(round\) has no number",

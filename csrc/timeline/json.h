@@ -10,6 +10,13 @@
 
 namespace multicomm::timeline {
 
+// The beginning of a text, of at most so many bytes and of whole UTF-8 characters.
+inline std::string_view beginning(std::string_view text, size_t most) {
+  if (text.size() <= most) return text;
+  while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xc0) == 0x80) --most;
+  return text.substr(0, most);
+}
+
 // One object at a time, in a buffer that has room for it: what may be long is cut.
 class Json {
  public:
@@ -35,11 +42,8 @@ class Json {
     return raw({digits, sizeof(digits)});
   }
   Json& string(std::string_view text) {
-    size_t length = text.size();
-    if (length > kLongest)  // at the end of a character
-      for (length = kLongest; length > 0 && (static_cast<unsigned char>(text[length]) & 0xc0) == 0x80;) --length;
     raw("\"");
-    for (const char c : text.substr(0, length)) {
+    for (const char c : beginning(text, kLongest)) {
       constexpr const char* kDigits = "0123456789abcdef";
       const auto code = static_cast<unsigned char>(c);
       const char escaped[] = {'\\', 'u', '0', '0', kDigits[code >> 4], kDigits[code & 15]};
