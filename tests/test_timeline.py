@@ -56,9 +56,7 @@ def operations(events: list[Event], name: str | None = None) -> list[Event]:
 def check_lives(events: list[Event]) -> None:
     """Every operation's states are in order and fill its time, and no lane has two slices at a time."""
     lanes: dict[tuple[int, int], float] = {}
-    for event in events:
-        if event["ph"] != "X":
-            continue
+    for event in sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"]):
         assert event["dur"] >= 0, event
         lane = event["pid"], event["tid"]
         assert event["ts"] >= lanes.get(lane, 0.0) - 0.002, event
@@ -143,29 +141,7 @@ def test_every_operation_has_its_life_on_every_rank(tmp_path: Path, ranks: int) 
     assert all(other == seen[0] for other in seen), "the ranks show different operations"
 
 
-def equal_names() -> None:
-    """Two groups that are called alike, and move alike."""
-    dist.init_process_group(BACKEND)
-    groups = [dist.new_group(group_desc="twin") for _ in range(2)]
-    multicomm.start_timeline(folder())
-    for group in groups:
-        dist.all_reduce(torch.ones(3), group=group)
-    dist.destroy_process_group()
-
-
-def test_groups_with_equal_names_stay_apart(tmp_path: Path) -> None:
-    launch(equal_names, 2, tmp_path, environment=of_job(tmp_path)).check()
-    merged = _merge.merge([tmp_path / "traces"])
-    for trace in merged.traces:
-        twins = {number: group for number, group in trace.groups.items() if group.label == "twin"}
-        assert len(twins) == 2 and len({group.identity for group in twins.values()}) == 2, trace.groups
-        found = [e for e in trace.of("operation") if e["args"]["number"] in twins]
-        assert [e["args"]["sequence"] for e in found] == [0, 0]
-        assert len({e["args"]["number"] for e in found}) == len({e["tid"] for e in found}) == 2
-
-
 def several_times() -> None:
-    dist.init_process_group(BACKEND)
     data = torch.ones(3)
     for number in range(4):
         dist.all_reduce(data)
@@ -175,16 +151,77 @@ def several_times() -> None:
             dist.all_reduce(data)
         multicomm.stop_timeline()
         assert len(operations(json.loads(path.read_text()))) == number
+
+
+def equal_names() -> None:
+    """Two groups that are called alike, and move alike."""
+    groups = [dist.new_group(group_desc="twin") for _ in range(2)]
+    multicomm.start_timeline(folder() / "twins")
+    for group in groups:
+        dist.all_reduce(torch.ones(3), group=group)
+    multicomm.stop_timeline()
+
+
+def mismatch_and_leftover() -> None:
+    group = dist.new_group()
+    multicomm.start_timeline(folder() / "errors")
+    rank = dist.get_rank()
+    raises(lambda: dist.all_reduce(torch.ones(2 + rank), group=group), "shapes", dist.DistBackendError)
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=True) if rank == 0 else None
+    multicomm.stop_timeline()
+    dist.all_reduce(torch.ones(3), group=group) if work is None else work.wait()
+
+
+def rounds_in_turn() -> None:
+    """Small operations, which one rank and another comes to last."""
+    multicomm.start_timeline(folder() / "rounds")
+    data = torch.ones(2000)
+    for _ in range(150):
+        dist.all_reduce(data)
+    multicomm.stop_timeline()
+
+
+def one_after_the_other() -> None:
+    dist.init_process_group(BACKEND)
+    several_times()
+    equal_names()
+    mismatch_and_leftover()
+    rounds_in_turn()
     dist.destroy_process_group()
 
 
-def test_it_can_be_started_and_stopped_several_times(tmp_path: Path) -> None:
-    launch(several_times, 2, tmp_path, environment=of_job(tmp_path)).check()
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a job of two ranks has written."""
+    tmp_path = tmp_path_factory.mktemp("job")
+    launch(one_after_the_other, 2, tmp_path, environment=of_job(tmp_path)).check()
+    return tmp_path / "traces"
+
+
+def test_groups_with_equal_names_stay_apart(traces: Path) -> None:
+    for trace in _merge.merge([traces / "twins"]).traces:
+        twins = {number: group for number, group in trace.groups.items() if group.label == "twin"}
+        assert len(twins) == 2 and len({group.identity for group in twins.values()}) == 2, trace.groups
+        found = [e for e in trace.of("operation") if e["args"]["number"] in twins]
+        assert [e["args"]["sequence"] for e in found] == [0, 0]
+        assert len({e["args"]["number"] for e in found}) == len({e["tid"] for e in found}) == 2
+
+
+def test_it_can_be_started_and_stopped_several_times(traces: Path) -> None:
     sequences = [
-        [e["args"]["sequence"] for e in operations(read(tmp_path / "traces" / str(number) / "rank1.json"))]
-        for number in range(4)
+        [e["args"]["sequence"] for e in operations(read(traces / str(number) / "rank1.json"))] for number in range(4)
     ]
     assert sequences == [[], [2], [4, 5], [7, 8, 9]]
+    assert not list(traces.glob("*/.*")), "the file that is not seen is still there"
+
+
+def test_errors_and_what_is_not_over_are_shown(traces: Path) -> None:
+    for rank in range(2):
+        events = read(traces / "errors" / f"rank{rank}.json")
+        check_lives(events)
+        first, *rest = operations(events)
+        assert "disagree on collective 0" in first["args"]["error"], first
+        assert [e["args"].get("unfinished") for e in rest] == [True] * (1 - rank)
 
 
 def plain_program() -> None:
@@ -203,30 +240,6 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tmp_path: Path) -
     (tmp_path / "file").touch()
     job = launch(plain_program, 1, tmp_path, environment={"MULTICOMM_TIMELINE": str(tmp_path / "file")}).check(ok=False)
     job.says("multicomm: timeline: cannot make the folder")
-
-
-def mismatch_and_leftover() -> None:
-    dist.init_process_group(BACKEND)
-    multicomm.start_timeline(folder())
-    rank = dist.get_rank()
-    raises(lambda: dist.all_reduce(torch.ones(2 + rank)), "shapes", dist.DistBackendError)
-    work = dist.all_reduce(torch.ones(3), async_op=True) if rank == 0 else None
-    multicomm.stop_timeline()
-    if work is None:
-        dist.all_reduce(torch.ones(3))
-    else:
-        work.wait()
-    dist.destroy_process_group()
-
-
-def test_errors_and_what_is_not_over_are_shown(tmp_path: Path) -> None:
-    launch(mismatch_and_leftover, 2, tmp_path, environment=of_job(tmp_path)).check()
-    for rank in range(2):
-        events = read(tmp_path / "traces" / f"rank{rank}.json")
-        check_lives(events)
-        first, *rest = operations(events)
-        assert "disagree on collective 0" in first["args"]["error"], first
-        assert [e["args"].get("unfinished") for e in rest] == [True] * (1 - rank)
 
 
 # --- a file is whole, whatever happens ---
@@ -270,12 +283,12 @@ def test_a_file_is_whole_when_its_writer_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     sizes = set()
     chance = random.Random(1)
-    for attempt in range(80):
+    for _ in range(80):
         writer = subprocess.Popen([tmp_path / "writer", path], stdout=subprocess.PIPE)
         assert writer.stdout
         writer.stdout.readline()
-        # Killed at one moment or another: while it fills the first stretch, or a later one, or makes the next.
-        moment = time.monotonic() + chance.uniform(0, 0.05 if attempt % 2 else 0.005)
+        # Killed at one moment or another.
+        moment = time.monotonic() + chance.uniform(0, 0.02)
         while time.monotonic() < moment:
             pass
         writer.kill()
@@ -296,6 +309,7 @@ def test_a_killed_rank_leaves_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "rank0.json"
     before = path.read_bytes()
     while path.read_bytes() == before:
+        process.join(0.05)
         assert process.is_alive()
     process.kill()
     process.join()
@@ -322,6 +336,7 @@ def test_what_a_killed_rank_was_waiting_for_is_shown(tmp_path: Path) -> None:
         process.start()
     path = tmp_path / "rank0.json"
     while not path.exists() or "waits for long" not in path.read_text():
+        processes[1].join(0.05)
         assert all(process.is_alive() for process in processes)
     for process in processes:
         process.kill()
@@ -347,31 +362,19 @@ def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def rounds_in_turn() -> None:
-    """Small operations, which one rank and another comes to last."""
-    dist.init_process_group(BACKEND)
-    multicomm.start_timeline(folder())
-    data = torch.ones(2000)
-    for _ in range(150):
-        dist.all_reduce(data)
-    multicomm.stop_timeline()
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a job of two ranks."""
-    tmp_path = tmp_path_factory.mktemp("job")
-    launch(rounds_in_turn, 2, tmp_path, environment=of_job(tmp_path)).check()
-    return tmp_path / "traces"
+def rounds(traces: Path) -> Path:
+    """The files with many rounds, and nothing else."""
+    return traces / "rounds"
 
 
-def test_the_ranks_are_merged_into_one_trace_and_one_page(traces: Path, tmp_path: Path) -> None:
-    done = call(traces, "-o", tmp_path / "all.json", "--html", tmp_path / "all.html")
+def test_the_ranks_are_merged_into_one_trace_and_one_page(rounds: Path, tmp_path: Path) -> None:
+    done = call(rounds, "-o", tmp_path / "all.json", "--html", tmp_path / "all.html")
     assert done.returncode == 0 and not done.stdout and not done.stderr, done  # one clock: nothing to say of it
     whole = json.loads((tmp_path / "all.json").read_text())
     events = whole["traceEvents"]
     assert {e["pid"] for e in events} == {0, 1}
+    check_lives([e for e in events if e.get("cat") != "state"])
     assert min(e["ts"] for e in events if "ts" in e) == 0
     for operation in operations(events):
         inside = [
@@ -389,19 +392,19 @@ def test_the_ranks_are_merged_into_one_trace_and_one_page(traces: Path, tmp_path
     assert not re.search(r"(src|href)=", page), "the page needs something that is not in it"
 
 
-def test_ranks_of_one_clock_are_left_as_they_are(traces: Path) -> None:
-    clocks = _clocks.align(_trace.read_all([traces]))
+def test_ranks_of_one_clock_are_left_as_they_are(rounds: Path) -> None:
+    clocks = _clocks.align(_trace.read_all([rounds]))
     (clock,) = clocks.values()
     assert clock.time(123.5) == 123.5 and clock.error == 0
 
 
 @pytest.mark.parametrize(("ahead", "drift"), [(0.0, 0.0), (-98_765_432_109.0, 0.0), (5e6, 0.01)])
 def test_clocks_of_two_hosts_are_set_against_each_other(
-    traces: Path, tmp_path: Path, ahead: float, drift: float
+    rounds: Path, tmp_path: Path, ahead: float, drift: float
 ) -> None:
     """`drift` is far more than any clock's, since the job is short."""
     for rank in range(2):
-        events = read(traces / f"rank{rank}.json")
+        events = read(rounds / f"rank{rank}.json")
         begin = next(e["ts"] for e in events if "ts" in e)
         for event in events:
             if rank == 1 and "ts" in event:
@@ -412,7 +415,7 @@ def test_clocks_of_two_hosts_are_set_against_each_other(
     shifted = _trace.read_all([tmp_path])
     clock = _clocks.align(shifted)["another host's"]
     assert clock.error is not None and clock.error < 10_000
-    true = {name: event["ts"] for name, event in _trace.read(traces / "rank1.json").rounds().items()}
+    true = {name: event["ts"] for name, event in _trace.read(rounds / "rank1.json").rounds().items()}
     for name, event in shifted[1].rounds().items():
         # The bound is a proof while the clocks run alike; between knots a drift is only followed.
         assert abs(clock.time(event["ts"]) - true[name]) <= clock.error + (2000 if drift else 0.01)
@@ -422,9 +425,9 @@ def test_clocks_of_two_hosts_are_set_against_each_other(
     )
 
 
-def test_without_common_rounds_the_wall_clock_has_to_do(traces: Path, tmp_path: Path) -> None:
+def test_without_common_rounds_the_wall_clock_has_to_do(rounds: Path, tmp_path: Path) -> None:
     for rank in range(2):
-        events = read(traces / f"rank{rank}.json")
+        events = read(rounds / f"rank{rank}.json")
         if rank == 1:
             events = [e for e in events if e.get("cat") != "round"]
             events[0]["args"]["clock"] = "another host's"
@@ -447,7 +450,11 @@ BROKEN = {
     "too new": ('[{"ph": "M", "name": "multicomm", "args": {"version": 99}}]', "version 99; this multicomm reads"),
     "no rank": ('[{"ph": "M", "name": "multicomm", "args": {"version": 1}}]', "'rank'"),
     "no time": ('[HEAD, {"ph": "X", "name": "round"}]', "event 1 has no time"),
-    "backwards": ('[HEAD, {"ph": "X", "name": "x", "ts": 1, "dur": -1}]', "event 1 has no duration, or a negative"),
+    "backwards": (
+        '[HEAD, {"ph": "X", "cat": "round", "name": "x", "ts": 1, "dur": -1}]',
+        "event 1 has no duration, or a negative",
+    ),
+    "unknown": ('[HEAD, {"ph": "X", "cat": "x", "name": "x", "ts": 1, "dur": 1}]', "event 1 is of an unknown category"),
     "no group": (
         '[HEAD, {"ph": "X", "cat": "round", "name": "x", "ts": 1, "dur": 1}]',
         r"event 1 \(round\) has no number",
@@ -479,12 +486,12 @@ def test_a_broken_file_is_named_with_what_is_wrong(tmp_path: Path, what: str) ->
     raises(lambda: _trace.read_all([path]), what, _trace.TraceError, f"{path}: ", wrong)
 
 
-def test_the_command_says_what_is_wrong(traces: Path, tmp_path: Path) -> None:
+def test_the_command_says_what_is_wrong(rounds: Path, tmp_path: Path) -> None:
+    raises(lambda: _merge.merge([tmp_path]), "empty", _trace.TraceError, f"{tmp_path}: has no rank")
+    raises(lambda: _merge.merge([rounds, rounds / "rank0.json"]), "twice", _trace.TraceError, "are both of rank 0")
     for arguments, wrong in (
-        ((traces,), "say what to write: -o merged.json, --html page.html, or both"),
-        ((tmp_path, "-o", "x"), f"{tmp_path}: has no rank*.json in it"),
-        ((traces, traces / "rank0.json", "-o", "x"), "are both of rank 0"),
-        ((traces, "-o", tmp_path / "no" / "x"), "No such file or directory"),
+        ((rounds,), "say what to write: -o merged.json, --html page.html, or both"),
+        ((rounds, "-o", tmp_path / "no" / "x"), "No such file or directory"),
     ):
         done = call(*arguments)
         assert done.returncode == 1 and wrong in done.stderr and done.stderr.startswith("multicomm: "), done

@@ -41,6 +41,7 @@ int64_t nanoseconds() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
 }
 
+constexpr size_t kTitle = 80;  // bytes of a group's title
 constexpr const char* kLaneNames[] = {"rounds", "batches", "operations", "messages"};
 
 }  // namespace
@@ -56,7 +57,7 @@ std::string origin_event(const Origin& origin) {
   json.raw(R"(,"args":{"name":)").string("rank " + std::to_string(origin.rank) + ", " + origin.place).raw("}}");
   json.raw(",\n").raw(R"({"ph":"M","name":"process_sort_index","pid":)").number(origin.rank);
   json.raw(R"(,"args":{"sort_index":)").number(origin.rank).raw("}}");
-  return json.text();
+  return std::string(json.text());
 }
 
 ChromeTrace::ChromeTrace(int rank, Emit emit) : rank_(rank), emit_(std::move(emit)) {}
@@ -82,14 +83,15 @@ void ChromeTrace::learn(const Event& event) {
   Group& group = groups_[event.group];
   group.number = event.group;
   const bool described = !texts.description.empty() && texts.description != "undefined";
-  group.title = (described ? texts.description : texts.name).substr(0, 80);
-  group.members = ranks_text(texts.ranks).substr(0, 80);
-  Json label;
-  group.label = label.string(group.title).text();
+  group.title = beginning(described ? texts.description : texts.name, kTitle);
+  group.members = beginning(ranks_text(texts.ranks), kTitle);
+  Json args;
+  args.raw(R"("args":{"group":)").string(group.title).raw(R"(,"number":)").number(event.group);
+  group.args = args.text();
   char identity[20];
   std::snprintf(identity, sizeof(identity), "%016" PRIx64, texts.identity);
-  json_.raw(R"({"ph":"M","name":"group","pid":)").number(rank_).raw(R"(,"tid":0,"args":{"group":)").raw(group.label);
-  json_.raw(R"(,"number":)").number(event.group).raw(R"(,"name":)").string(texts.name);
+  json_.raw(R"({"ph":"M","name":"group","pid":)").number(rank_).raw(R"(,"tid":0,)").raw(group.args);
+  json_.raw(R"(,"name":)").string(texts.name);
   json_.raw(R"(,"identity":")").raw(texts.identity == 0 ? "" : identity).raw(R"(","size":)").number(texts.ranks.size());
   json_.raw(R"(,"ranks":)").string(group.members).raw("}}");
   finish();
@@ -98,8 +100,8 @@ void ChromeTrace::learn(const Event& event) {
 int ChromeTrace::lane(Group& group, LaneKind kind, int64_t begin, int64_t end) {
   Lanes& lanes = group.lanes[static_cast<size_t>(kind)];
   int number;
-  if (!lanes.free.empty() && lanes.free.top().first <= begin) {
-    number = lanes.free.top().second;
+  if (!lanes.free.empty() && lanes.free.front().first <= begin) {
+    number = lanes.free.front().second;
     lanes.free.pop();
   } else {
     number = next_lane_++;
@@ -131,8 +133,8 @@ void ChromeTrace::write(const Event& event) {
 
 void ChromeTrace::round(const Event& event, Group& group) {
   head("X", "round", lane(group, LaneKind::kRounds, event.begun, event.ended), event.begun);
-  json_.raw(R"(,"dur":)").microseconds(event.ended - event.begun).raw(R"(,"name":"round","args":{"group":)");
-  json_.raw(group.label).raw(R"(,"number":)").number(event.group).raw(R"(,"round":)").number(event.trail.round);
+  json_.raw(R"(,"dur":)").microseconds(event.ended - event.begun).raw(R"(,"name":"round",)").raw(group.args);
+  json_.raw(R"(,"round":)").number(event.trail.round);
   json_.raw(R"(,"offered":)").number(event.operations).raw(R"(,"agreed":)").number(event.agreed).raw("}}");
   finish();
 }
@@ -141,8 +143,12 @@ void ChromeTrace::batch(const Event& event, Group& group) {
   const int number = lane(group, LaneKind::kBatches, event.begun, event.ended);
   head("X", "batch", number, event.begun).raw(R"(,"dur":)").microseconds(event.ended - event.begun);
   json_.raw(R"(,"name":")").raw(name_of(event.kind)).raw(" x ").number(event.operations);
-  json_.raw(R"(","args":{"group":)").raw(group.label).raw(R"(,"number":)").number(event.group);
-  json_.raw(R"(,"batch":)").number(event.trail.batch).raw(R"(,"round":)").number(event.trail.round);
+  json_.raw("\",")
+      .raw(group.args)
+      .raw(R"(,"batch":)")
+      .number(event.trail.batch)
+      .raw(R"(,"round":)")
+      .number(event.trail.round);
   json_.raw(R"(,"operations":)").number(event.operations).raw(R"(,"bytes":)").number(event.bytes);
   json_.raw(R"(,"dtype":")").raw(name_of(event.dtype)).raw(event.failed ? R"(","failed":true)" : "\"");
   states(event);
@@ -160,8 +166,12 @@ void ChromeTrace::operation(const Event& event, Group& group) {
   if (waiting) json_.raw(R"(,"s":"p")");
   else json_.raw(R"(,"dur":)").microseconds(event.ended - event.begun);
   json_.raw(R"(,"name":")").raw(waiting ? "waits for long: " : "").raw(name_of(event.kind));
-  json_.raw(R"(","args":{"group":)").raw(group.label).raw(R"(,"number":)").number(event.group);
-  json_.raw(R"(,"sequence":)").number(event.sequence).raw(R"(,"dtype":")").raw(name_of(event.dtype));
+  json_.raw("\",")
+      .raw(group.args)
+      .raw(R"(,"sequence":)")
+      .number(event.sequence)
+      .raw(R"(,"dtype":")")
+      .raw(name_of(event.dtype));
   json_.raw(R"(","bytes":)").number(event.bytes);
   if (event.texts && !event.texts->name.empty()) json_.raw(R"(,"name":)").string(event.texts->name);
   if (event.reduce_op != ReduceOp::kNone) json_.raw(R"(,"op":")").raw(name_of(event.reduce_op)).raw("\"");

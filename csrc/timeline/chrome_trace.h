@@ -37,12 +37,12 @@ class ChromeTrace {
   enum class LaneKind : uint8_t { kRounds, kBatches, kOperations, kMessages };
   static constexpr size_t kLaneKinds = 4;
   struct Lanes {
-    std::priority_queue<std::pair<int64_t, int>, std::vector<std::pair<int64_t, int>>, std::greater<>> free;  // since
+    std::queue<std::pair<int64_t, int>> free;  // since when; in this order, since events come as they end
     int count = 0;
   };
   struct Group {
     uint64_t number = 0;
-    std::string label;    // as JSON
+    std::string args;     // how the arguments of all its events begin
     std::string members;  // "ranks 0-3"
     std::string title;
     Lanes lanes[kLaneKinds];

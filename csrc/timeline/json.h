@@ -1,27 +1,36 @@
-// Pieces of JSON, appended to a string.
+// Pieces of JSON, one after the other.
 #pragma once
 
+#include <algorithm>
 #include <charconv>
 #include <cstdint>
-#include <cstdio>
-#include <string>
+#include <cstring>
 #include <string_view>
+#include <system_error>
 
 namespace multicomm::timeline {
 
+// The beginning of a text, of at most so many bytes and of whole UTF-8 characters.
+inline std::string_view beginning(std::string_view text, size_t most) {
+  if (text.size() <= most) return text;
+  while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xc0) == 0x80) --most;
+  return text.substr(0, most);
+}
+
+// One object at a time, in a buffer that has room for it: what may be long is cut.
 class Json {
  public:
-  const std::string& text() const { return text_; }
-  void clear() { text_.clear(); }
+  std::string_view text() const { return {text_, static_cast<size_t>(at_ - text_)}; }
+  void clear() { at_ = text_; }
   Json& raw(std::string_view text) {
-    text_.append(text);
+    const size_t length = std::min(text.size(), room());
+    std::memcpy(at_, text.data(), length);
+    at_ += length;
     return *this;
   }
   template <typename Number>
   Json& number(Number value) {
-    char digits[24];
-    const auto end = std::to_chars(digits, digits + sizeof(digits), value).ptr;
-    text_.append(digits, static_cast<size_t>(end - digits));
+    if (const auto [end, error] = std::to_chars(at_, text_ + sizeof(text_), value); error == std::errc()) at_ = end;
     return *this;
   }
   // Nanoseconds (>= 0) as the microseconds that the trace format counts in.
@@ -30,34 +39,27 @@ class Json {
     const auto part = static_cast<int>(nanoseconds % 1000);
     const char digits[] = {'.', static_cast<char>('0' + part / 100), static_cast<char>('0' + part / 10 % 10),
                            static_cast<char>('0' + part % 10)};
-    text_.append(digits, sizeof(digits));
-    return *this;
+    return raw({digits, sizeof(digits)});
   }
-  // At most kLongest bytes of it, so that an event has a bound.
   Json& string(std::string_view text) {
-    size_t length = text.size();
-    if (length > kLongest)
-      for (length = kLongest; length > 0 && (static_cast<unsigned char>(text[length]) & 0xc0) == 0x80;) --length;
-    text_.push_back('"');
-    for (const char c : text.substr(0, length)) {
-      if (c == '"' || c == '\\') {
-        text_.push_back('\\');
-        text_.push_back(c);
-      } else if (static_cast<unsigned char>(c) < 0x20) {
-        char escaped[8];
-        std::snprintf(escaped, sizeof(escaped), "\\u%04x", static_cast<unsigned>(static_cast<unsigned char>(c)));
-        text_.append(escaped);
-      } else {
-        text_.push_back(c);
-      }
+    raw("\"");
+    for (const char c : beginning(text, kLongest)) {
+      constexpr const char* kDigits = "0123456789abcdef";
+      const auto code = static_cast<unsigned char>(c);
+      const char escaped[] = {'\\', 'u', '0', '0', kDigits[code >> 4], kDigits[code & 15]};
+      if (code < 0x20) raw({escaped, sizeof(escaped)});
+      else if (c == '"' || c == '\\') raw("\\").raw({&c, 1});
+      else raw({&c, 1});
     }
-    text_.push_back('"');
-    return *this;
+    return raw("\"");
   }
 
  private:
+  // An object has at most three strings, whose characters may take six bytes each, and 1 KiB of other things.
   static constexpr size_t kLongest = 300;
-  std::string text_;
+  size_t room() const { return static_cast<size_t>(text_ + sizeof(text_) - at_); }
+  char text_[8192];
+  char* at_ = text_;
 };
 
 }  // namespace multicomm::timeline

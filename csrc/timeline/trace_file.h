@@ -7,35 +7,38 @@
 
 namespace multicomm::timeline {
 
-// The closing bracket is there first, at the end of a stretch of spaces, and events are written over the spaces: no
-// write ever has to move it. A killed process can leave only a part of what it was writing, in whole pages, so no event
-// crosses the end of a page and each begins with its comma. When the spaces are used up a copy with twice as many takes
-// the file's place, by a rename.
+// No single write can move the closing bracket behind what is new: a killed process may leave any part of it. So there
+// are two files: what is new goes to the one that nobody sees, which then takes the other's name, and the other becomes
+// the next to be written to. A killed process leaves the unseen one behind.
 //
 // Used by one thread at a time. Functions that touch the disk throw std::runtime_error; the file then stays as it is.
 class TraceFile {
  public:
-  // `first`: an object that is in the file from the start. A file at `path` is replaced.
-  TraceFile(std::string path, std::string_view first);
+  // `first`: what is in the array from the start. A file at `path` is replaced.
+  TraceFile(const std::string& path, std::string_view first);
   ~TraceFile();
   TraceFile(const TraceFile&) = delete;
   TraceFile& operator=(const TraceFile&) = delete;
 
-  // One object of less than a page.
-  void append(std::string_view event);
+  void append(std::string_view event);  // one object
   void flush();
-  void close();  // writes what is left and drops the spaces
+  void close();  // writes what is left
   const std::string& path() const { return path_; }
 
  private:
-  void grow();
-  void replace(uint64_t size);  // by a file of that size with the same events
+  struct Side {
+    int file = -1;
+    uint64_t end = 0;  // of its last event
+  };
+  Side begin(std::string_view first) const;
+  void exchange() const;
 
   const std::string path_;
-  int file_ = -1;
-  uint64_t size_ = 0;     // of the file
-  uint64_t written_ = 0;  // where the events in the file end
-  std::string buffer_;    // what follows there
+  const std::string unseen_;  // path
+  Side seen_side_;
+  Side unseen_side_;
+  std::string lacking_;  // what the unseen side does not have of the seen one
+  std::string new_;      // what neither has
 };
 
 }  // namespace multicomm::timeline

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from multicomm._clocks import Clock, align
+from multicomm._lanes import arrange
 from multicomm._trace import Event, RankTrace, read_all
 
 
@@ -49,6 +50,7 @@ def merge(paths: list[Path]) -> Merged:
     for trace in traces:
         _to_one_time(trace, merged.clocks[trace.clock])
         _add_endless(trace)
+        arrange(trace)
     times = [event["ts"] for trace in traces for event in trace.events if "ts" in event]
     begin = min(times, default=0.0)
     for trace in traces:
@@ -84,13 +86,10 @@ def _add_endless(trace: RankTrace) -> None:
 
     over = {key(event) for event in trace.of("operation")}
     end = max((event["ts"] + event.get("dur", 0.0) for event in trace.events if "ts" in event), default=0.0)
-    lane = max((event.get("tid", 0) for event in trace.events), default=0)
     for event in trace.of("waiting"):
         begin = event["args"].pop("submitted_us")
         if key(event) in over:
             continue
-        lane += 1
-        label = f"{event['args']['group']}: not over at the end"
         args = {**event["args"], "unfinished": True}
         name = event["name"].removeprefix("waits for long: ")
         states = dict(args.get("states", {}))
@@ -99,13 +98,12 @@ def _add_endless(trace: RankTrace) -> None:
             states[last] = round(states[last] + end - event["ts"], 3)
             args["states"] = states
         trace.events += [
-            {"ph": "M", "name": "thread_name", "pid": trace.rank, "tid": lane, "args": {"name": label}},
             {
                 "ph": "X",
                 "cat": "operation",
                 "name": name,
                 "pid": trace.rank,
-                "tid": lane,
+                "tid": 0,
                 "ts": begin,
                 "dur": round(max(end - begin, 0.0), 3),
                 "args": args,

@@ -117,6 +117,8 @@ def read(path: Path) -> RankTrace:
         if event["ph"] == "M" and event["name"] == "group":
             args = event["args"]
             trace.groups[args["number"]] = Group(args["group"], args["identity"], args["ranks"])
+        elif event["ph"] == "X" and event["args"]["number"] not in trace.groups:
+            raise TraceError(f"{path}: event {number} is of a group that is not introduced")
     return trace
 
 
@@ -135,6 +137,8 @@ def _wrong(event: Any) -> str:
         return "has no phase or no name"
     if event["ph"] != "M" and not isinstance(event.get("ts"), _NUMBERS):
         return "has no time"
+    if event["ph"] == "X" and event.get("cat") not in ("round", "batch", "operation"):
+        return "is of an unknown category"
     if event["ph"] == "X" and not (isinstance(event.get("dur"), _NUMBERS) and event["dur"] >= 0):
         return "has no duration, or a negative one"
     kind = event["name"] if event["ph"] == "M" else event.get("cat")

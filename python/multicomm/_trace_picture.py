@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
+from multicomm._lanes import assign
 from multicomm._merge import Merged
 from multicomm._trace import Event, RankTrace
 from multicomm._trace_page import SCRIPT, STYLE
@@ -135,13 +136,10 @@ def _draw(merged: Merged) -> tuple[list[str], float, int, list[str]]:
 def _rows(events: list[Event]) -> list[list[Event]]:
     """Operations that overlap in time are in rows of their own."""
     rows: list[list[Event]] = []
-    for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
-        free = (row for row in rows if row[-1]["ts"] + row[-1]["dur"] <= event["ts"])
-        row = next(free, None)
-        if row is None:
-            rows.append([event])
-        else:
-            row.append(event)
+    for lane, event in assign(events):
+        if lane == len(rows):
+            rows.append([])
+        rows[lane].append(event)
     return rows
 
 
