@@ -107,7 +107,10 @@ void WorkState::one_done(TensorOperation& operation) {
     if (count_down(operation)) whole = completion();
     last = --remaining_ == 0;
   }
-  if (last && on_done) std::exchange(on_done, nullptr)();
+  if (last && on_done) {
+    std::exchange(on_done, nullptr)();
+    profiled.store(false);
+  }
   if (last && hook) std::exchange(hook, nullptr)(*this);
   complete(whole);
 }

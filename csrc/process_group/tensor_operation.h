@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -32,7 +33,8 @@ class WorkState {
   std::optional<std::chrono::duration<float, std::milli>> duration() const;
 
   // Set before submission.
-  std::function<void()> on_done;  // ends the profiler's event
+  std::function<void()> on_done;      // ends the profiler's event
+  std::atomic<bool> profiled{false};  // it has not ended yet
   std::function<void(const WorkState&)> hook;
   bool timed = false;
   Operation::Clock::time_point started;

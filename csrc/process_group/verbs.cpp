@@ -97,6 +97,7 @@ ProcessGroupMulticomm::HandlePtr ProcessGroupMulticomm::submit_verb(const char* 
   if (on_done || timing_.load(std::memory_order_relaxed)) {
     auto state = std::make_shared<WorkState>(Tensors(), operations.size());
     for (const auto& operation : operations) operation->work = state;
+    state->profiled.store(on_done != nullptr);
     state->on_done = std::move(on_done);
     observe(*state, {c10d::OpType::UNKNOWN, title, c10d::kUnsetTimeout, true}, operations);
   }

@@ -1,6 +1,7 @@
 #include "process_group/work.h"
 
 #include <algorithm>
+#include <thread>
 
 #include "process_group/streams.h"
 
@@ -30,6 +31,21 @@ void make_streams_wait(const Operations& operations) {
 
 }  // namespace
 
+namespace {
+
+// Whoever has waited may stop the profiler next, and an event that ends after that is written into freed memory.
+void end_profiling(const Operations& operations) {
+  const auto profiled = [&] { return operations.front()->work && operations.front()->work->profiled.load(); };
+  if (operations.empty() || !profiled()) return;
+  for (const auto& operation : operations) {
+    if (!operation->done()) return;  // it goes on, on a device
+    if (operation->claim_finalize()) operation->finalize();
+  }
+  while (profiled()) std::this_thread::yield();  // the completion thread is at it
+}
+
+}  // namespace
+
 void await_operations(const Operations& operations, std::chrono::milliseconds timeout) {
   Runtime& runtime = Runtime::get();
   const bool blocking = runtime.settings().cuda_blocking_wait;
@@ -47,6 +63,7 @@ void await_operations(const Operations& operations, std::chrono::milliseconds ti
                                                  operation->sequence));
     }
   }
+  end_profiling(operations);
   if (const ErrorPtr error = first_error_of(operations)) std::rethrow_exception(to_exception(error));
   make_streams_wait(operations);
 }
@@ -57,7 +74,9 @@ MulticommWork::MulticommWork(int rank, c10d::OpType type, const char* title, con
       operations_(std::move(operations)),
       state_(std::make_shared<WorkState>(std::move(outputs), operations_.size())) {
   for (const auto& operation : operations_) operation->work = state_;
-  if (recordFunctionEndCallback_) state_->on_done = std::move(recordFunctionEndCallback_);
+  if (!recordFunctionEndCallback_) return;
+  state_->profiled.store(true);
+  state_->on_done = std::move(recordFunctionEndCallback_);
 }
 
 bool MulticommWork::done() const {

@@ -94,7 +94,7 @@ class GradientExchange:
             with torch.no_grad():
                 gradient, context = self._compression.compress(gradient)
         handle = allreduce_async_(
-            gradient, None, f"gradient.{self._number}.{self._names[parameter]}", self._op, before, after, self._group,
+            gradient, None, f"gradient.{self._names[parameter]}#{self._number}", self._op, before, after, self._group,
             self._communicator_id,
         )  # fmt: skip
         self._under_way[parameter] = handle, gradient, context
