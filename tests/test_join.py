@@ -607,17 +607,27 @@ def test_a_joined_rank_uses_another_group(me: Rank) -> None:
     check_as_before(me, ended, "joined in a thread")
 
 
+@on_ranks(3)
+def test_allgather_object(me: Rank) -> None:
+    """Joined ranks add no object."""
+    group = me.groups["twin_b"]
+
+    def work(active: Ranks, what: str) -> None:
+        got = multicomm.allgather_object({"rank": me.rank}, group=group.handle)
+        assert got == [{"rank": rank} for rank in active], f"{what}: {got}"
+
+    for order in rotations(group):
+        take_turns(me, group, order, work)
+
+
 @on_ranks(2, 3, 4)
-def test_objects_and_parameters(me: Rank) -> None:
-    """What is made of several operations takes joined ranks for what they are, too."""
+def test_broadcast_objects_and_parameters(me: Rank) -> None:
     group = me.groups["world"]
 
     def work(active: Ranks, what: str) -> None:
-        got = multicomm.allgather_object({"rank": me.rank})
-        assert got == [{"rank": rank} for rank in active], f"{what}: {got}"
         root = active[-1]
         assert multicomm.broadcast_object([me.rank] * 50, root) == [root] * 50, what
-        model = torch.nn.Linear(30, 40)
+        model = nn.Linear(30, 40)
         with torch.no_grad():
             model.weight.fill_(me.rank)
         multicomm.broadcast_parameters(model.state_dict(), root)
@@ -640,15 +650,17 @@ def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return model(data).pow(2).mean()
 
 
-def trained_alone(ranks: Ranks, batches: dict[int, int], steps: int) -> list[torch.Tensor]:
-    """The parameters after so many steps of one process, each over the ranks that have a batch left."""
+def trained_alone(ranks: Ranks, batches: dict[int, int]) -> list[list[torch.Tensor]]:
+    """The parameters after each step of one process, which goes over the ranks that have a batch left."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(steps):
+    states = []
+    for step in range(max(batches.values())):
         optimizer.zero_grad()
         torch.stack([loss(model, rank, step) for rank in ranks if batches[rank] > step]).mean().backward()
         optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
+        states.append([parameter.detach().clone() for parameter in model.parameters()])
+    return states
 
 
 def check_parameters(model: nn.Module, want: list[torch.Tensor], what: str) -> None:
@@ -687,18 +699,17 @@ def test_training_with_uneven_data(me: Rank, wrap: Callable[..., tuple[nn.Module
         batches = {rank: 2 * (group.size - place) - 1 for place, rank in enumerate(group.ranks)}
         if group.kind == "twin_a" and group.size > 1:
             batches[group.ranks[-1]] = 0
-        model = network()
+        want, model = trained_alone(group.ranks, batches), network()
         trained, optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), group)
         for step in range(batches[me.rank]):
             optimizer.zero_grad()
             loss(trained, me.rank, step).backward()
             optimizer.step()
-            check_parameters(model, trained_alone(group.ranks, batches, step + 1), f"{group.kind}, step {step}")
+            check_parameters(model, want[step], f"{group.kind}, step {step}")
         last = multicomm.join(group.handle)
         assert last == group.ranks[0], f"{last} is said to be the last of {batches}"
         multicomm.broadcast_parameters(model.state_dict(), last, group=group.handle)
-        want = trained_alone(group.ranks, batches, max(batches.values()))
-        check_parameters(model, want, f"{group.kind}, in the end")
+        check_parameters(model, want[-1], f"{group.kind}, in the end")
 
 
 # --- ends that are no good ---
