@@ -224,7 +224,7 @@ def with_work_pending(me: Rank, remove: Callable[[Group], object]) -> None:
     remove(group)
     finish_all(started, "begun by all before the removal")
     call = lambda: multicomm.allreduce(torch.ones(3), group=group.handle)  # noqa: E731
-    raises(call, "a removed group", ValueError, "not a multicomm group|Invalid process group|destroyed")
+    raises(call, "a removed group", dist.DistBackendError, "this rank has destroyed or aborted the group; make a new")
     # Not begun by rank 0, which removes the group.
     group = Group("rank 0 removes", ranks, dist.new_group(), me.rank)
     multicomm.barrier(group=group.handle)
@@ -248,7 +248,8 @@ def with_work_pending(me: Rank, remove: Callable[[Group], object]) -> None:
     group = Group("rank 0 begins", ranks, dist.new_group(), me.rank)
     multicomm.barrier(group=group.handle)
     if me.rank == 0:
-        handles = [multicomm.allreduce_async(torch.ones(size), group=group.handle) for size in (3, 5000)]
+        on: dict[str, Any] = {"op": multicomm.Sum, "group": group.handle}
+        handles = [multicomm.allreduce_async(torch.ones(size), **on) for size in (3, 5000)]
         begin = time.monotonic()
         remove(group)
         for handle in handles:
@@ -258,8 +259,16 @@ def with_work_pending(me: Rank, remove: Callable[[Group], object]) -> None:
         me.signal("0 has left the other one")
     else:
         me.await_signal("0 has left the other one")
-        call = lambda: multicomm.allreduce(torch.ones(3), group=group.handle)  # noqa: E731
-        raises(call, "left by rank 0", dist.DistBackendError, "rank 0 ")
+        gone = f"rank {me.rank}: group .*: rank 0 has destroyed this group"
+        data = torch.full((3,), float(me.rank))
+        try:  # rank 0 may have sent its part before it left, and that is then right
+            multicomm.allreduce_(data, op=multicomm.Sum, group=group.handle)
+            same(data, [1.0 + sum(range(1, me.world))] * 3, "what rank 0 had begun")
+        except dist.DistBackendError as error:
+            assert "rank 0 has destroyed this group" in str(error), error
+        for size in (5000, 3):
+            call = lambda n=size: multicomm.allreduce(torch.ones(n), group=group.handle)  # noqa: E731
+            raises(call, "left by rank 0", dist.DistBackendError, gone)
         remove(group)
     finish_all(start_all(kept, me.rank), "another group of the same ranks")
 
@@ -267,6 +276,21 @@ def with_work_pending(me: Rank, remove: Callable[[Group], object]) -> None:
 @on_ranks(2, 3)
 def test_a_group_is_destroyed_with_work_pending(me: Rank) -> None:
     with_work_pending(me, lambda group: dist.destroy_process_group(group.handle))
+
+
+@on_ranks(2)
+def test_a_destroyed_group_is_called_so(me: Rank) -> None:
+    """Also by the first verb that is called on it, and also when another group has been used since."""
+    used, unused, third = dist.new_group(), dist.new_group(), dist.new_group()
+    multicomm.barrier(group=used)
+    for group in (used, unused):
+        dist.destroy_process_group(group)
+    for _ in range(2):
+        for group, what in ((used, "used before"), (unused, "never used")):
+            call = lambda g=group: multicomm.allreduce(torch.ones(3), group=g)  # noqa: E731
+            raises(call, what, (ValueError, dist.DistBackendError), f"rank {me.rank}", "destroyed")
+        multicomm.barrier(group=third)
+    dist.destroy_process_group(third)
 
 
 def one_member_dies() -> None:
