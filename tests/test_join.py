@@ -362,32 +362,69 @@ def test_verbs_by_name_in_any_order(me: Rank) -> None:
             take_turns(me, group, order, work)
 
 
+Start = Callable[[str | None], multicomm.Handle]
+
+
+def one_of_many(group: Group, rank: int, number: int, active: Ranks) -> tuple[Start, torch.Tensor | None]:
+    """Some operation, which all ranks choose alike, and what it gives on this rank; None: an error."""
+    mine, total = float(rank + number), float(sum(member + number for member in active))
+    on: dict[str, Any] = {"group": group.handle}
+    rows = torch.full((rank % 3, 2), mine)
+    shares = torch.full((group.size, 2), mine)
+    gathered = torch.cat([torch.full((member % 3, 2), float(member + number)) for member in active])
+    dealt = torch.tensor([float(member + number) for member in group.ranks])
+    choices: list[tuple[Start, torch.Tensor | None]] = [
+        (
+            lambda n: multicomm.allreduce_async(torch.tensor([mine]), op=multicomm.Sum, name=n, **on),
+            torch.tensor([total]),
+        ),
+        (
+            lambda n: multicomm.allreduce_async(torch.full((6000,), mine), op=multicomm.Sum, name=n, **on),
+            torch.full((6000,), total),
+        ),
+        (
+            lambda n: multicomm.allreduce_async(torch.full((3,), mine), name=n, **on),
+            torch.full((3,), total / len(active)),
+        ),
+        (lambda n: multicomm.allgather_async(rows, name=n, **on), gathered),
+        (
+            lambda n: multicomm.reducescatter_async(shares, name=n, op=multicomm.Sum, **on),
+            torch.full((1, 2), total),
+        ),
+        (
+            lambda n: multicomm.alltoall_async(torch.full((group.size,), mine), name=n, **on),
+            dealt if active == group.ranks else None,
+        ),
+    ]
+    return choices[number % len(choices)]
+
+
 @pytest.mark.parametrize("named", [False, True], ids=["unnamed", "named"])
 @on_ranks(1, 2, 3, 4)
 def test_everything_at_once(me: Rank, named: bool) -> None:
     """Each rank issues operations and joins, several times over, and waits for nothing in between."""
-
-    def count(section: int, rank: int) -> int:
-        return (5 * rank + 7 * section) % 12
-
     for group in me.joined("world", "pair", "twin_b"):
-        sections, works, lasts = 4, [], []
-        for section in range(sections):
-            mine = count(section, me.rank)
-            order = shuffled(me, mine, section) if named else list(range(mine))
-            for number in order:
-                data = torch.full((3 if number % 3 else 6000,), me.rank + 1.0)
-                name = f"gradient {number}" if named else None
-                if named and number % 4 == 0:
-                    name = f"gradient {number} of {section}"  # that no rank has seen
-                handle = multicomm.allreduce_async_(data, name=name, op=multicomm.Sum, group=group.handle)
-                works.append((handle, section, number, data))
-            lasts.append(multicomm.join_async(group.handle))
-        for handle, section, number, data in works:
-            multicomm.synchronize(handle)
-            total = float(sum(rank + 1 for rank in group.ranks if count(section, rank) > number))
-            same(data, torch.full_like(data, total), f"operation {number} of section {section} on {group.kind}")
-        for section, handle in enumerate(lasts):
+        counts = [{rank: me.random.randrange(15) for rank in range(me.world)} for _ in range(5)]
+        under_way, joins = [], []
+        for section, count in enumerate(counts):
+            mine = count[me.rank]
+            for number in shuffled(me, mine, section) if named else range(mine):
+                active = tuple(rank for rank in group.ranks if count[rank] > number)
+                start, want = one_of_many(group, me.rank, number, active)
+                name = None
+                if named:  # half of them are new in each section
+                    name = f"gradient {number}" if number % 2 else f"gradient {number} of {section}"
+                what = f"operation {number} of section {section} on {group.kind}, by {active}"
+                under_way.append((start(name), want, what))
+            joins.append(multicomm.join_async(group.handle))
+        for handle, want, what in under_way:
+            wait = lambda h=handle: multicomm.synchronize(h)  # noqa: E731
+            if want is None:
+                raises(wait, what, dist.DistBackendError, "has joined")
+            else:
+                got = wait()
+                same(got[0] if isinstance(got, tuple) else got, want, what, close=True)
+        for section, handle in enumerate(joins):
             last = multicomm.synchronize(handle)
             me.store.set(f"{group.kind} {section} {me.rank}", str(last))
             said = {int(me.store.get(f"{group.kind} {section} {rank}")) for rank in group.ranks}
@@ -715,7 +752,20 @@ def test_training_with_uneven_data(me: Rank, wrap: Callable[..., tuple[nn.Module
 # --- ends that are no good ---
 
 
-@on_ranks(3, 4)
+@on_ranks(2)
+def test_wrong_arguments(me: Rank) -> None:
+    for function in (multicomm.join, multicomm.join_async):
+        for arguments, kind, text in (
+            ((dist.group.WORLD, 0), ValueError, "both given"),
+            (("world",), TypeError, "not str"),
+            ((dist.GroupMember.NON_GROUP_MEMBER,), ValueError, f"rank {me.rank} is not a member"),
+            ((7,), ValueError, r"multicomm\.init"),
+        ):
+            raises(lambda f=function, a=arguments: f(*a), f"join{arguments}", kind, text)
+    check_sum()
+
+
+@on_ranks(4)
 def test_a_time_out_names_who_has_not_joined(me: Rank) -> None:
     """It counts from the last operation of the others."""
     group = dist.new_group(timeout=timedelta(seconds=1.5))
@@ -723,17 +773,15 @@ def test_a_time_out_names_who_has_not_joined(me: Rank) -> None:
     if me.rank < 2:
         text = raises(lambda: multicomm.join(group), "a join that nobody follows", dist.DistBackendError)
         # Whichever gives up first tells the other.
-        rest = "rank 2 has" if me.world == 3 else "ranks 2, 3 have"
-        for pattern in ("time-out of .*join", f"{rest} not", "rank 2 has submitted", "destroy it and make a new one"):
+        for pattern in ("time-out of .*join", "ranks 2, 3 have not", "rank 3 has submitted", "make a new one"):
             assert re.search(pattern, text), f"the error does not say /{pattern}/:\n{text}"
         me.signal(f"{me.rank} was told")
     else:
-        active = tuple(range(2, me.world))
         for _ in range(6):
             time.sleep(0.5)  # what is tested is time: twice the time-out in all
             data = torch.tensor([float(me.rank)])
             dist.all_reduce(data, dist.ReduceOp.AVG, group)
-            same(data, [sum(active) / len(active)], "while others have joined")
+            same(data, [2.5], "while others have joined")
         for rank in (0, 1):
             me.await_signal(f"{rank} was told")
     dist.destroy_process_group(group)
