@@ -75,9 +75,13 @@ ErrorPtr disagreement_error(const GroupInfo& info, const Operation& operation, c
   for (const Line& line : lines) {
     message << "\n  rank" << (line.ranks.size() > 1 ? "s " : " ") << rank_list(line.ranks) << ": " << line.text;
   }
-  message << "\nNo tensor was changed and the group can be used further. Make every rank of the group call the same "
-             "operation, with what fits together, "
-          << (operation.name.empty() ? "in the same order." : "under the same name.");
+  const bool joined =
+      std::any_of(lines.begin(), lines.end(), [](const Line& l) { return l.text.starts_with(kJoined); });
+  message << "\nNo tensor was changed and the group can be used further. ";
+  if (joined) message << "Call it before any rank joins, or after all have.";
+  else
+    message << "Make every rank of the group call the same operation, with what fits together, "
+            << (operation.name.empty() ? "in the same order." : "under the same name.");
   return make_error(ErrorKind::kUsage, message.str());
 }
 

@@ -15,6 +15,8 @@ std::string numbered(const Operation& operation);  // "collective 4, all_reduce(
 std::string error_prefix(const GroupInfo& info);   // "multicomm: rank 1: group 'name' (ranks [0, 1]): "
 std::string group_text(const GroupInfo& info);     // "group 'name' (ranks [0, 2])"
 ErrorPtr disagreement_error(const GroupInfo& info, const Operation& operation, const std::vector<TableEntry>& table);
+// How the line of a rank that has joined begins.
+inline constexpr const char* kJoined = "has joined";
 ErrorPtr name_clash_error(const GroupInfo& info, const Operation& operation);
 // `why`: what it said of that, if it did.
 ErrorPtr peer_failed_error(const GroupInfo& info, int global_rank, const std::string& why);

@@ -63,6 +63,11 @@ ErrorPtr GroupState::take(const OperationPtr& operation) {
   return nullptr;
 }
 
+uint64_t GroupState::take_number() {
+  const std::lock_guard lock(queue_mutex_);
+  return next_sequence_++;
+}
+
 GroupStatistics GroupState::statistics() const {
   const std::lock_guard lock(queue_mutex_);
   return statistics_;
@@ -485,7 +490,7 @@ void GroupState::follow_up() {
 }
 
 std::string GroupState::text_for_others() const {
-  if (as_joined()) return "has joined, so that it takes part in nothing that needs every rank's own data";
+  if (as_joined()) return std::string(kJoined) + ", so that it takes part in nothing that needs every rank's own data";
   const Operation& operation = *pending_.front();
   return operation.describe() + (operation.repeated ? ", again, while the one before it had not begun" : "");
 }

@@ -57,6 +57,8 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   using Refused = std::vector<std::pair<OperationPtr, ErrorPtr>>;
   Refused enqueue(std::span<const OperationPtr> operations);
   uint64_t sequence() const { return next_sequence_.load(); }
+  // For what is not an operation of its own, but is called in the order of those on all members.
+  uint64_t take_number();
   GroupStatistics statistics() const;
   ErrorPtr failure() const;
   bool closed() const { return closed_.load(); }

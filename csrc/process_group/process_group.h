@@ -97,7 +97,7 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   WorkPtr named_all_gather(const at::Tensor& output, const at::Tensor& input, const std::string& name);
   WorkPtr named_all_to_all(const at::Tensor& output, const at::Tensor& input, const std::string& name);
   // A number for each call that is made of several operations, of which all members make the same in the same order.
-  uint64_t next_composed() { return composed_.fetch_add(1); }
+  uint64_t next_composed() { return group_->take_number(); }
   WorkPtr send(Tensors& tensors, int destination, int tag) override;
   WorkPtr recv(Tensors& tensors, int source, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
@@ -189,7 +189,6 @@ class ProcessGroupMulticomm final : public c10d::Backend {
   std::atomic<bool> timing_{false};
   std::atomic<bool> described_{false};  // to the timeline
   std::atomic<int> monitored_barriers_{0};
-  std::atomic<uint64_t> composed_{0};
   std::atomic<int> device_{-1};  // index of the one that its tensors are on; -1: none yet
   using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
   std::shared_ptr<const Hook> hook_;  // set before the first operation

@@ -67,8 +67,11 @@ void SparseAllReduce::finish() {
   const bool half = scalar_type == at::kHalf || scalar_type == at::kBFloat16;
   if (half) all = all.to(at::kFloat);
   at::Tensor sum = at::sparse_coo_tensor(at::cat(indices, 1), all, tensor_.sizes()).coalesce();
-  if (descriptor.reduce_op == ReduceOp::kAvg)
-    sum._values().div_(static_cast<int64_t>(contributors_of(static_cast<int>(gathered_.size()))));
+  if (descriptor.reduce_op == ReduceOp::kAvg) {
+    const auto ranks = static_cast<int64_t>(contributors_of(static_cast<int>(gathered_.size())));
+    if (c10::isIntegralType(scalar_type, true)) sum._values().div_(ranks, "trunc");
+    else sum._values().div_(ranks);
+  }
   if (half) sum = sum.to(scalar_type);
   tensor_.copy_(sum);
   gathered_.clear();

@@ -124,8 +124,6 @@ ProcessGroupMulticomm::HandlePtr ProcessGroupMulticomm::verb_all_reduce(const Te
           (options.op == ReduceOp::kSum || options.op == ReduceOp::kAvg) && options.before == 1 && options.after == 1,
           where, ": of sparse tensors Sum and Average are supported, without factors");
       check_reduction(where, options.op, tensor.scalar_type());
-      TORCH_CHECK_VALUE(options.op == ReduceOp::kSum || !c10::isIntegralType(tensor.scalar_type(), true), where,
-                        ": Average of sparse ", tensor.scalar_type(), " tensors is not supported, Sum is");
       const at::AutoDispatchBelowADInplaceOrView guard;
       at::Tensor result = options.in_place ? tensor : tensor.clone();
       operations.push_back(std::make_shared<SparseAllReduce>(result, options.op));
