@@ -111,7 +111,7 @@ FUZZ_CXX = $(or $(FUZZ_CLANG),$(CXX))
 FUZZ_FLAGS = $(subst $(comma)undefined,$(comma)undefined$(if $(FUZZ_CLANG),$(comma)fuzzer-no-link),\
 	$(subst -Icsrc,-I$(SRC),$(filter-out -Wno-restrict,$(SIM_FLAGS))) $(if $(FUZZ_CLANG),,-Wno-restrict))
 FUZZ_TARGETS := $(patsubst tests/fuzz/%.cpp,%,$(filter-out %/standalone.cpp,$(wildcard tests/fuzz/*.cpp)))
-FUZZ_OF_record := $(addprefix coordinator/,inline_payload received record reduce_kernels types)
+FUZZ_OF_record := $(addprefix coordinator/,inline_payload names received record reduce_kernels types)
 FUZZ_OF_settings := coordinator/settings
 FUZZ_OF_node_config := bootstrap/pmix_server/job_info
 FUZZ_OF_introductions := $(addprefix bootstrap/,host_identity introductions start_agreement)

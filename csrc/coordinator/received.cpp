@@ -19,7 +19,7 @@ bool possible(const Descriptor& d, uint32_t group_size) {
   const bool uneven = d.count == kUneven && (d.kind == OpKind::kAllGather || d.kind == OpKind::kReduceScatter ||
                                              d.kind == OpKind::kGatherVariable);
   return d.kind <= OpKind::kRecv && size_of(d.dtype) > 0 && d.device <= DeviceKind::kCuda &&
-         d.root < static_cast<int32_t>(group_size) && (uneven || d.count <= kMost / group_size) &&
+         d.root < static_cast<int32_t>(group_size) && (uneven || d.count <= kMost / std::max(group_size, 1u)) &&
          d.reduce_op <= ReduceOp::kPremulSum && (!combines || can_reduce(d.dtype, d.reduce_op));
 }
 

@@ -35,7 +35,6 @@ Records read_records(Reader& in, bool well_formed) {
     d.device = static_cast<DeviceKind>(in.byte() % 8 == 7);
     d.count = in.word();
     d.checksum = in.byte();
-    common.repeats[i] = 1;
     if (!well_formed) continue;
     d.kind = static_cast<OpKind>(static_cast<uint8_t>(d.kind) % (static_cast<uint8_t>(OpKind::kBarrier) + 1));
     d.dtype = static_cast<DType>(static_cast<uint8_t>(d.dtype) % (static_cast<uint8_t>(DType::kOther32) + 1));
@@ -43,12 +42,22 @@ Records read_records(Reader& in, bool well_formed) {
         static_cast<ReduceOp>(static_cast<uint8_t>(d.reduce_op) % (static_cast<uint8_t>(ReduceOp::kPremulSum) + 1));
     if (is_reduction(d.kind) && !can_reduce(d.dtype, d.reduce_op)) d = {};
   }
+  std::fill(std::begin(common.repeats), std::end(common.repeats), uint16_t{1});
   common.offered = common.agreed = count;
   for (int m = 0; m < kMembers; ++m) {
     auto& record = *records.emplace_back(std::make_unique<Record>(common));
     const uint8_t step = in.byte();
     for (size_t i = 0; i < kInlineBytes; ++i) record.payload[i] = std::byte(in.done() ? i * step : in.byte());
     record.leaving = in.byte() % 2;
+    const uint8_t kind = in.byte();
+    if (kind % 8 == 7) record.active = 0;
+    for (int n = kind % 4; n > 0; --n) record.names.submitted.put(static_cast<uint32_t>(in.word() % kNameSlots));
+    record.names.fresh_count = in.byte() % 3;
+    for (uint32_t i = 0; i < record.names.fresh_count; ++i) record.names.fresh[i] = i * 1000 + in.byte();
+    if (well_formed && record.active == 0) {  // of one that has joined
+      record.offered = record.agreed = 0;
+      NamedOperations::fill_joined(record.names);
+    }
     record.clock = in.byte();
     if (record.leaving != 0) record.lowest_leaving = static_cast<uint32_t>(m);
   }
@@ -62,7 +71,11 @@ std::unique_ptr<Record> combined(const Record& a, const Record& b) {
 }
 
 void check_equal(const Record& a, const Record& b) {
-  require(a.offered == b.offered && a.agreed == b.agreed, "one agreed prefix");
+  require(a.offered == b.offered && a.agreed == b.agreed && a.active == b.active, "one agreed prefix");
+  require(std::memcmp(&a.names.submitted, &b.names.submitted, sizeof(SlotSet)) == 0 &&
+              a.names.fresh_count == b.names.fresh_count &&
+              std::equal(a.names.fresh, a.names.fresh + a.names.fresh_count, b.names.fresh),
+          "one state of the names");
   require(a.leaving == b.leaving && a.lowest_leaving == b.lowest_leaving && a.lowest_failed == b.lowest_failed &&
               a.clock == b.clock,
           "one state of the members");
@@ -89,7 +102,9 @@ void check_well_formed(Reader& in) {
   }
   check_equal(*combined(*r[0], *r[1]), *combined(*r[1], *r[0]));
   const auto left = combined(*combined(*r[0], *r[1]), *r[2]);
-  for (const auto& record : r) require(implausible(*record, *left) == nullptr, "an honest result is taken");
+  // One that has joined looks at the others' operations themselves, which here are of any size.
+  for (const auto& record : r)
+    require(record->active == 0 || implausible(*record, *left) == nullptr, "an honest result is taken");
   check_equal(*left, *combined(*r[2], *combined(*r[1], *r[0])));
   if (std::none_of(left->descriptors, left->descriptors + left->agreed, rounds))
     check_equal(*left, *combined(*r[0], *combined(*r[1], *r[2])));
@@ -100,8 +115,19 @@ void check_hostile(Records& r) {
   const auto result = combined(*combined(*r[0], *r[1]), *r[2]);
   // The member whose own record is honest acts on nothing that it did not offer, even if the result is a peer's word.
   for (const Record* got : {result.get(), r[1].get()}) {
-    if (mine.offered > kMaxDescriptors || implausible(mine, *got) != nullptr) continue;
-    require(got->agreed <= mine.offered && got->agreed <= kMaxDescriptors, "a plausible result is safe to index by");
+    if (mine.offered > kMaxOffered || implausible(mine, *got) != nullptr) continue;
+    const uint32_t most = mine.active > 0 ? mine.offered : kMaxOffered;
+    require(got->agreed <= most, "a plausible result is safe to index by");
+    uint32_t runs = 0, operations = 0;
+    for_runs(*got, got->agreed, [&](uint32_t first, uint32_t count, const Descriptor&) {
+      require(first == operations, "runs one behind the other");
+      operations += count;
+      ++runs;
+    });
+    require(operations == got->agreed && runs <= kMaxDescriptors, "runs that hold what is agreed on");
+    require(got->names.fresh_count <= kNewNames && got->names.submitted.within(mine.names.submitted),
+            "names that this rank has offered");
+    for (uint32_t i = 0; i < got->agreed; ++i) descriptor_at(*got, i);
   }
 }
 
