@@ -100,7 +100,7 @@ void check_same(const std::vector<Batch*>& batches) {
     if (same) continue;
     std::string text = "members launched different batches:";
     for (const Batch* each : batches) {
-      text += "\n  " + std::to_string(each->number) + ":";
+      text += " " + std::to_string(each->number) + ":";
       for (const OperationPtr& operation : each->operations)
         text += " " + operation->name + " " + operation->describe() + ";";
     }
