@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -277,5 +278,34 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   OrderDone order_done_;
 };
 using GroupPtr = std::shared_ptr<GroupState>;
+
+// A transport that refuses to start something breaks this group, not the process.
+template <typename Start>
+void GroupState::guarded(Start start) {
+  try {
+    start();
+  } catch (const std::runtime_error& error) {
+    broken(error.what());
+  } catch (const std::bad_alloc&) {
+    broken("no memory for a buffer");
+  }
+}
+
+// Calls use(operation, agreed) for what no caller has been told the end of.
+template <typename Use>
+void GroupState::for_unfinished(Use use) const {
+  const auto each = [&](const auto& operations, bool agreed) {
+    for (const OperationPtr& operation : operations)
+      if (!operation->abandoned) use(operation, agreed);
+  };
+  for (const BatchInFlight& flight : batches_) each(flight.batch.operations, true);
+  each(stranded_, true);
+  each(pending_, false);
+  names_.for_each([&](const OperationPtr& operation) {
+    if (!operation->abandoned) use(operation, false);
+  });
+  each(messages_, false);
+  each(posted_messages_, false);
+}
 
 }  // namespace multicomm

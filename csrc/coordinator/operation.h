@@ -150,6 +150,13 @@ class Operation {
 };
 using OperationPtr = std::shared_ptr<Operation>;
 
+inline bool is_join(const OperationPtr& operation) { return operation->descriptor.kind == OpKind::kJoin; }
+
+// Of a wait that may be for ever.
+inline Operation::Clock::time_point after(Operation::Clock::time_point time, Operation::Clock::duration wait) {
+  return Operation::Clock::time_point::max() - time < wait ? Operation::Clock::time_point::max() : time + wait;
+}
+
 inline int64_t Operation::bytes() const {
   int64_t elements = 0;
   for (const Segment& s : inputs.empty() ? outputs : inputs) elements += s.count;
