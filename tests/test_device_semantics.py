@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import multicomm
 import test_mismatch
 import test_point_to_point
 import test_semantics
@@ -224,3 +225,64 @@ def test_staged_on_devices_of_their_own(me: Rank) -> None:
     data = torch.full((6,), 7 - me.rank, dtype=torch.int16)
     dist.all_reduce(data, dist.ReduceOp.BOR)
     same(data, torch.full((6,), 7, dtype=torch.int16), "BOR")
+
+
+def check_what_the_others_do(me: Rank, group: dist.ProcessGroup, active: list[int], joined: int) -> None:
+    """On a group of which `joined` has joined, in whatever way tensors of devices come together."""
+    total, own = float(sum(active)), active.index(me.rank)
+    calls = {
+        "sum": (dist.ReduceOp.SUM, total),
+        "mean": (dist.ReduceOp.AVG, total / len(active)),
+        "least": (dist.ReduceOp.MIN, float(min(active))),
+        "product": (dist.ReduceOp.PRODUCT, float(torch.tensor(active).prod())),
+    }
+    for size in (1, 5, 3000):
+        for what, (op, want) in calls.items():
+            several = [filled(me.rank, size) for _ in range(3)]
+            for work in [dist.all_reduce(data, op=op, group=group, async_op=True) for data in several]:
+                work.wait()
+            for data in several:
+                same(data, on_cpu(want, size), f"{what} of {size}, {joined} has joined")
+        half = filled(me.rank, size).to(torch.float16)
+        dist.all_reduce(half, op=dist.ReduceOp.AVG, group=group)
+        same(half, on_cpu(total / len(active), size).to(torch.float16), f"mean of halves, {size}")
+        whole = torch.full((size,), 7 + me.rank)
+        dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=group)
+        same(whole, torch.full((size,), (7 * len(active) + int(total)) // len(active), device="cpu"), "integers")
+        data = filled(me.rank, size)
+        dist.broadcast(data, active[-1], group=group)
+        same(data, on_cpu(active[-1], size), f"broadcast of {size}")
+        data = filled(me.rank, size)
+        dist.reduce(data, active[0], group=group)
+        same(data, on_cpu(total if own == 0 else me.rank, size), f"reduce of {size}")
+        part = filled(0, size)
+        dist.reduce_scatter_tensor(part, filled(me.rank, size * me.world), group=group)
+        same(part, on_cpu(total, size), f"reduce_scatter of {size}")
+    names = list(range(20)) if own == 0 else list(reversed(range(20)))
+    for _ in range(2):
+        handles = {
+            n: multicomm.allreduce_async(filled(me.rank + n), name=str(n), op=multicomm.Average, group=group)
+            for n in names
+        }
+        for n, handle in handles.items():
+            same(multicomm.synchronize(handle), on_cpu(total / len(active) + n), f"named {n}")
+    raises(
+        lambda: dist.broadcast(filled(1), joined, group=group), "root", dist.DistBackendError, f"{joined}: has joined"
+    )
+    pieces = [filled(0) for _ in range(me.world)]
+    raises(lambda: dist.all_gather(pieces, filled(1), group=group), "places", dist.DistBackendError, "has joined")
+
+
+@on_ranks(2, 3, planes=PLANES)
+def test_what_joined_ranks_take_part_in(me: Rank) -> None:
+    """Also where the group's first tensors on a device come when one has joined."""
+    for joined in range(me.world):
+        group = dist.new_group()
+        if me.rank == joined:
+            last = multicomm.join(group)
+        else:
+            check_what_the_others_do(me, group, [r for r in range(me.world) if r != joined], joined)
+            last = multicomm.join(group)
+        assert last != joined
+        check_sums(me, group)
+        dist.destroy_process_group(group)

@@ -35,6 +35,7 @@ uint64_t GroupState::fill_record() {
   if (joined()) {
     Operation& join = *pending_.front();
     if (!std::exchange(join.prepared, true)) join_allowance_ = join.deadline - join.submitted;
+    join_ = pending_.front();
     mine_.newest_join = join.joined_at;
     mine_.newest_joiner = static_cast<uint32_t>(info_.rank);
     mine_.sequence = join.sequence;
@@ -168,13 +169,16 @@ uint32_t GroupState::covered_prefix() {
   table_ = asks                        ? (covered > 0 ? Table::kNone : before)
            : fitting < result_.offered ? Table::kDisagreement
                                        : Table::kNone;
-  stand_in_ = as_joined() && table_ == Table::kSizes ? stand_in_for(result_.descriptors[0]) : nullptr;
+  const bool needs_one = as_joined() && (table_ == Table::kSizes || table_ == Table::kDevices);
+  stand_in_ = needs_one ? stand_in_for(result_.descriptors[0]) : nullptr;
   return covered;
 }
 
 OperationPtr GroupState::stand_in_for(const Descriptor& descriptor) const {
-  auto operation = std::make_shared<StandIn>(descriptor, info_.size());
-  operation->contributors = static_cast<int>(result_.active);
+  OperationPtr operation;
+  if (descriptor.device != DeviceKind::kCpu) operation = join_->stand_in(descriptor, info_.size());
+  if (!operation) operation = std::make_shared<StandIn>(descriptor, info_.size());
+  operation->contributors = contributors();
   return operation;
 }
 
@@ -187,7 +191,7 @@ std::vector<OperationPtr> GroupState::take_covered(uint32_t count) {
     if (from_others) {
       operations.push_back(stand_in_for(descriptor_at(result_, i)));
     } else {
-      pending_.front()->contributors = static_cast<int>(result_.active);
+      pending_.front()->contributors = contributors();
       operations.push_back(std::move(pending_.front()));
       pending_.pop_front();
     }
@@ -288,7 +292,7 @@ void GroupState::follow_up() {
                 std::to_string(asked_about()->inputs.front().count));
   if (table_ == Table::kDevices) {
     my_entry_ = {};
-    guarded([&] { channel_->device()->introduce(-1, *pending_.front(), my_entry_); });
+    guarded([&] { channel_->device()->introduce(-1, *asked_about(), my_entry_); });
     if (!broken_) start_table();
   }
 }
@@ -319,7 +323,7 @@ void GroupState::on_piece_sizes(const std::vector<TableEntry>& entries) {
   const auto sizes = piece_sizes(entries);
   if (!sizes) return broken("a member sent no size where its piece's size was due");
   const OperationPtr operation = take_asked_about();
-  operation->contributors = static_cast<int>(result_.active);
+  operation->contributors = contributors();
   try {
     operation->set_piece_sizes(as_joined() ? sizes->elements : sizes->sizes);
   } catch (const std::exception& failure) {
@@ -340,6 +344,7 @@ void GroupState::on_devices(const std::vector<TableEntry>& entries) {
   std::string why;
   guarded([&] { why = channel_->device()->introduced(-1, entries); });
   if (why.empty()) {
+    stand_in_ = nullptr;
     if (const ErrorPtr failed = failure()) fail_pending(failed);
     return;
   }

@@ -157,6 +157,9 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   bool as_joined() const { return mine_.active == 0; }  // what this rank was in the last round
   std::vector<OperationPtr> take_covered(uint32_t count);
   OperationPtr stand_in_for(const Descriptor& descriptor) const;
+  int contributors() const {
+    return result_.active < static_cast<uint32_t>(info_.size()) ? static_cast<int>(result_.active) : 0;
+  }
   std::string text_for_others() const;
   std::vector<OperationPtr> take_names();
   void pace_rounds(bool progress);
@@ -264,6 +267,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   Operation::Clock::duration join_allowance_{};   // a join waits for so long since the last round
   bool all_joined_ = false;
   OperationPtr stand_in_;  // what a table is about, on a rank that has joined
+  OperationPtr join_;      // this rank's last one: makes what stands in for it on devices
   ErrorPtr preparation_failed_;
   GroupTrace trace_;
   Stall stalls_[2] = {Stall(0), Stall(1)};  // of collectives, of messages

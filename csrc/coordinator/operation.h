@@ -70,6 +70,9 @@ class Operation {
   // Completes futures, runs callbacks, lets go of the tensors. Runs once, on the completion thread or in a waiter, with
   // no lock held.
   virtual void finalize() {}
+  // Driver, of a join: what takes this rank's place in an operation on devices that the others have agreed on; null: a
+  // StandIn does.
+  virtual std::shared_ptr<Operation> stand_in(const Descriptor&, int /*group_size*/) const { return nullptr; }
 
   Descriptor descriptor;
   // all_reduce: the tensor in both. broadcast, scatter: inputs on the root only; reduce, gather: outputs on the root

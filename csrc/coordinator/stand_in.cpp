@@ -4,10 +4,11 @@
 
 namespace multicomm {
 
-// An average of what is on devices is divided by the device's library, which counts all members; an operation with a
-// place for each member has nothing to put into the place of one that brings nothing.
+// An operation with a place for each member has nothing to put into the place of one that brings nothing.
 bool joinable(const Descriptor& d) {
-  if (d.device != DeviceKind::kCpu) return false;
+  // Where the device's library would divide by all members, torch does by those that bring something, if it can.
+  const bool unsigned_type = d.dtype == DType::kUint16 || d.dtype == DType::kUint32 || d.dtype == DType::kUint64;
+  if (d.device != DeviceKind::kCpu && d.reduce_op == ReduceOp::kAvg && unsigned_type) return false;
   switch (d.kind) {
     case OpKind::kAllReduce:
     case OpKind::kReduce:

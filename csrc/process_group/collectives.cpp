@@ -1,9 +1,9 @@
 // Every collective of the c10d face: argument checks, descriptor, segments.
-#include <chrono>
 #include <climits>
 #include <numeric>
 
 #include "process_group/arguments.h"
+#include "process_group/join_operation.h"
 #include "process_group/process_group.h"
 #include "process_group/sparse_operation.h"
 #include "process_group/variable_operation.h"
@@ -359,8 +359,10 @@ ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::named_all_to_all(const at:
 }
 
 ProcessGroupMulticomm::WorkPtr ProcessGroupMulticomm::join() {
-  auto operation = make(OpKind::kJoin, ReduceOp::kNone, at::kByte);
-  operation->joined_at = std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count();
+  std::optional<c10::Device> device = current_device();
+  if (const int bound = device_.load(); device && bound >= 0)  // that the group's tensors have been on
+    device = c10::Device(device->type(), static_cast<c10::DeviceIndex>(bound));
+  auto operation = std::make_shared<JoinOperation>(device);
   return submit({OpType::UNKNOWN, "multicomm:join", c10d::kUnsetTimeout, true}, std::move(operation), {}, {});
 }
 

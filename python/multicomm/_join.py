@@ -37,12 +37,15 @@ def join(group: GroupLike = None, communicator_id: CommunicatorId = None) -> int
 
     * reductions get what changes nothing: zeros for a sum, the identity of MIN, MAX, PRODUCT and of the bitwise
       operations; an average divides by the number of members that still bring data;
-    * multicomm.allgather() gets nothing from it; broadcasts, scatters and barriers go on without it.
+    * multicomm.allgather() of CPU tensors gets nothing from it; broadcasts, scatters and barriers go on without it.
+
+    Of tensors on devices it takes part on the one that is current when it joins, or that the group has used before.
 
     What has no meaning then is an error on those who call it, and they can go on: broadcasts, scatters and reductions
     whose root has joined; all_gather, gather and all_to_all, which have a place for every rank; reduce_scatter of
-    uneven pieces; tensors on devices; Adasum. Messages are not concerned. The rank itself can use other groups, from
-    other threads or after join_async(). After the last one's join the group is as before.
+    uneven pieces; averages of unsigned integers wider than 8 bits on devices; Adasum. Messages are not concerned. The
+    rank itself can use other groups, from other threads or after join_async(). After the last one's join the group is
+    as before.
 
     Args:
         group, communicator_id: as of allreduce(): a process group, a communicator, or its index; by default the world.

@@ -332,7 +332,7 @@ class Program {
       d.equal_hash = mix(d.count);
     }
     d.device = buffers_[step.buffer].device;
-    step.senseless = some_joined && (d.device != DeviceKind::kCpu || (d.root >= 0 && is_absent(step, d.root)));
+    step.senseless = some_joined && d.root >= 0 && is_absent(step, d.root);
     steps_.push_back(std::move(step));
   }
 

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <ATen/ops/_foreach_copy.h>
 
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "coordinator/segments.h"
@@ -23,6 +25,23 @@ std::optional<NcclType> real_type(DType dtype) {
     case DType::kFloat32: return kNcclFloat32;
     case DType::kFloat64: return kNcclFloat64;
     default: return std::nullopt;
+  }
+}
+
+at::ScalarType averaged_type(DType dtype) {
+  switch (dtype) {
+    case DType::kUint8: return at::kByte;
+    case DType::kInt8: return at::kChar;
+    case DType::kInt16: return at::kShort;
+    case DType::kInt32: return at::kInt;
+    case DType::kInt64: return at::kLong;
+    case DType::kFloat16: return at::kHalf;
+    case DType::kBFloat16: return at::kBFloat16;
+    case DType::kFloat32: return at::kFloat;
+    case DType::kFloat64: return at::kDouble;
+    case DType::kComplex64: return at::kComplexFloat;
+    case DType::kComplex128: return at::kComplexDouble;
+    default: throw std::runtime_error(std::string("no average of ") + name_of(dtype) + " on devices");
   }
 }
 
@@ -86,6 +105,17 @@ class Builder {
   void copy_after(std::vector<at::Tensor> to, std::vector<at::Tensor> from) {
     all_.after.push_back([to = std::move(to), from = std::move(from)] { copy_all(to, from); });
   }
+  // NCCL's average divides by all members, of which some have joined and bring nothing.
+  bool divides_by_hand() const { return d_.reduce_op == ReduceOp::kAvg && first_.contributors > 0; }
+  // Before anything else that comes after the calls.
+  void divide_after(std::byte* data, int64_t count) {
+    const at::ScalarType type = averaged_type(d_.dtype);
+    const at::Tensor sums = as_tensor(data, count, element_, device_).view(type);
+    all_.after.insert(all_.after.begin(), [sums, ranks = first_.contributors] {
+      if (c10::isIntegralType(sums.scalar_type(), true)) sums.div_(ranks, "trunc");
+      else sums.div_(ranks);
+    });
+  }
   std::byte* gathered(const std::vector<Segment>& segments) {
     if (adjacent(segments, element_)) return first_of(segments);
     std::byte* const base = scratch(total_count(segments));
@@ -140,7 +170,8 @@ class Builder {
         return api.broadcast(from, to, length, kNcclUint8, root, c, stream);
       });
     }
-    const NcclReduction r = *nccl_reduction(d_.dtype, d_.reduce_op);
+    const NcclReduction r = *nccl_reduction(d_.dtype, divides_by_hand() ? ReduceOp::kSum : d_.reduce_op);
+    if (divides_by_hand() && !first_.outputs.empty()) divide_after(to, count);
     if (d_.kind == OpKind::kAllReduce) {
       return add([=](const NcclApi& api, NcclComm c, void* stream) {
         return api.all_reduce(from, to, n * r.parts, r.type, r.op, c, stream);
@@ -174,7 +205,7 @@ class Builder {
   void build_reduce_scatter() {
     const auto& inputs = first_.inputs;
     const Segment& output = first_.outputs.front();
-    const NcclReduction r = *nccl_reduction(d_.dtype, d_.reduce_op);
+    const NcclReduction r = *nccl_reduction(d_.dtype, divides_by_hand() ? ReduceOp::kSum : d_.reduce_op);
     if (total_count(inputs) == 0) return;
     std::byte* to = output.data;
     const Segment& own = inputs[static_cast<size_t>(rank_)];
@@ -185,6 +216,7 @@ class Builder {
         break;
       }
     }
+    if (divides_by_hand()) divide_after(to, output.count);
     if (equal_counts(inputs)) {
       std::byte* const from = gathered(inputs);
       return add([=, n = static_cast<size_t>(output.count)](const NcclApi& api, NcclComm c, void* stream) {

@@ -170,6 +170,7 @@ std::shared_ptr<StagedPlane::HostOperation> StagedPlane::part_of(Chunk& chunk, c
   part->descriptor = operation->descriptor;
   part->descriptor.device = DeviceKind::kCpu;
   part->peer = operation->peer;
+  part->contributors = operation->contributors;
   part->tag = kTag;
   part->owns_buffers = true;
   chunk.batch.operations.push_back(part);
