@@ -70,10 +70,19 @@ def test_opposite_orders_complete(seed: int, tmp_path: Path) -> None:
 
 def test_without_the_order_they_hang(tmp_path: Path) -> None:
     """So that the test above can fail: the time-out frees the devices, and says what they hung in."""
-    environment = on_devices(SEED="1", MULTICOMM_ORDER="relaxed")
-    job = launch(opposite_orders, 4, tmp_path, environment=environment).check(ok=False)
-    job.says("this rank's device has it in its queue, but is not done with it")
-    job.says("What the device made of")
+    for seed in range(1, 6):  # now and then a machine that is busy elsewhere lets one get through
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        environment = on_devices(SEED=str(seed), MULTICOMM_ORDER="relaxed")
+        job = launch(opposite_orders, 4, folder, environment=environment)
+        if job.output.count("is done") < 4:
+            break
+    job.check(ok=False)
+    told = "this rank's device has it in its queue, but is not done with it"
+    if told in job.output:
+        job.says("What the device made of")
+    else:  # it hung before its turn came
+        job.says("every rank has submitted it, but its data is still on the way")
 
 
 def messages_and_collectives() -> None:
