@@ -5,6 +5,7 @@ and what a name that does not fit is told. The engine's own rules are in tests/c
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +166,6 @@ def one_rank_lacks_a_name() -> None:
         if rank == 0:
             dist.distributed_c10d._get_default_store().wait(["told"])
         else:
-            import time
-
             time.sleep(2.5)  # the warning is due after 1 s, and nothing tells of it
             dist.distributed_c10d._get_default_store().set("told", "1")
         multicomm.synchronize(lost)

@@ -13,10 +13,14 @@ std::string host_name() {
   return name;
 }
 
-std::string host_identity() {
+std::string boot_id() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  std::string identity = host_name() + '|' + boot;
+  return boot;
+}
+
+std::string host_identity() {
+  std::string identity = host_name() + '|' + boot_id();
   for (const char* path : {"/proc/self/ns/net", "/proc/self/ns/pid", "/dev/shm"}) {
     struct stat status{};
     if (stat(path, &status) == 0) {

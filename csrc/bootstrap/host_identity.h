@@ -12,4 +12,6 @@ std::string host_identity();
 
 std::string host_name();
 
+std::string boot_id();  // of the kernel that runs: another one after each boot
+
 }  // namespace multicomm::bootstrap

@@ -28,6 +28,10 @@ std::string error_prefix(const GroupInfo& info) {
 
 std::string rank_list(std::vector<int> ranks) {
   std::sort(ranks.begin(), ranks.end());
+  return ranks_in_order(ranks);
+}
+
+std::string ranks_in_order(const std::vector<int>& ranks) {
   std::ostringstream text;
   for (size_t i = 0; i < ranks.size();) {
     size_t last = i;

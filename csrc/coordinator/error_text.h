@@ -8,7 +8,8 @@
 
 namespace multicomm {
 
-std::string rank_list(std::vector<int> ranks);  // "0-3, 5"
+std::string rank_list(std::vector<int> ranks);              // "0-3, 5"
+std::string ranks_in_order(const std::vector<int>& ranks);  // the same, as they stand
 // "rank 2 has died", "ranks 2-4 have died"; empty for no ranks.
 std::string ranks_that(const std::vector<int>& ranks, const char* one, const char* many);
 std::string numbered(const Operation& operation);  // "collective 4, all_reduce(SUM) of Float [3]"

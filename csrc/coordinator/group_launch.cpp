@@ -115,7 +115,7 @@ void GroupState::stop_device() {
 }
 
 // Completes the leading operations whose data rode in the record; returns how many they are.
-size_t GroupState::finish_inline(const std::vector<OperationPtr>& operations) {
+size_t GroupState::finish_inline(std::span<const OperationPtr> operations) {
   InlineLayout layout(static_cast<uint32_t>(info_.size()));
   size_t count = 0;
   for (const OperationPtr& operation : operations) {

@@ -75,7 +75,8 @@ void GroupState::offer_pending() {
     mine_.repeats[runs] = 1;
     Descriptor& mine = mine_.descriptors[runs++];
     mine = descriptor;
-    // The sum over all is 0: one that comes again before its time never fits, and a root must be there (see on_round).
+    // The sum over all is 0: one that comes again before its time never fits, and a root must be there (see
+    // covered_prefix).
     if (operation->repeated || descriptor.root == info_.rank) ++mine.checksum;
   }
   mine_.offered = mine_.agreed = offered;
@@ -128,8 +129,7 @@ void GroupState::on_round(const std::string* error) {
     trace_.round_over(operations, static_cast<uint32_t>(last_offer_));
     mine_.offered = table_ == Table::kNone ? 0 : 1;  // what of the offer the round still asks for
     mine_.names = {};
-    const size_t inlined =
-        finish_inline({operations.begin(), operations.begin() + static_cast<std::ptrdiff_t>(covered)});
+    const size_t inlined = finish_inline(std::span(operations).first(covered));
     operations.erase(operations.begin(), operations.begin() + static_cast<std::ptrdiff_t>(inlined));
     pace_rounds(covered > 0 || table_ != Table::kNone || learned_ || !by_name.empty() || !moved_.empty());
     {

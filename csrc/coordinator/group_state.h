@@ -192,7 +192,7 @@ class GroupState final : public PointToPointSink, public std::enable_shared_from
   void on_batch(BatchInFlight& flight, const std::string* error);
   void end(BatchInFlight& flight, const ErrorPtr& error);
   void strand(BatchInFlight& flight);
-  size_t finish_inline(const std::vector<OperationPtr>& operations);
+  size_t finish_inline(std::span<const OperationPtr> operations);
   void launch_batches(const std::vector<OperationPtr>& operations);
   void launch(BatchInFlight& flight, bool more = false);
   void react_to_members();

@@ -14,6 +14,14 @@ inline int64_t total_count(const std::vector<Segment>& segments) {
   return total;
 }
 
+// Gives them memory from `at` on, one behind the other.
+inline void place(std::vector<Segment>& segments, std::byte* at, size_t element) {
+  for (Segment& s : segments) {
+    s.data = at;
+    at += static_cast<size_t>(s.count) * element;
+  }
+}
+
 inline bool equal_counts(const std::vector<Segment>& segments) {
   return std::all_of(segments.begin(), segments.end(),
                      [&](const Segment& s) { return s.count == segments.front().count; });

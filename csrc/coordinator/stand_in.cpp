@@ -1,6 +1,7 @@
 #include "coordinator/stand_in.h"
 
 #include "coordinator/reduce_kernels.h"
+#include "coordinator/segments.h"
 
 namespace multicomm {
 
@@ -27,25 +28,19 @@ bool joinable(const Descriptor& d) {
   return false;
 }
 
-StandIn::StandIn(const Descriptor& agreed, int group_size) {
-  descriptor = agreed;
-  abandoned = true;  // nobody waits for it, and its output goes nowhere
-  owns_buffers = true;
-  const auto count = static_cast<int64_t>(agreed.count);
-  switch (agreed.kind) {
-    case OpKind::kAllReduce:
-    case OpKind::kReduce:
-      inputs = {{nullptr, count}};
-      outputs = {{nullptr, count}};
-      break;
-    case OpKind::kReduceScatter:
-      inputs.assign(static_cast<size_t>(group_size), {nullptr, count});
-      outputs = {{nullptr, count}};
-      break;
-    case OpKind::kGatherVariable: inputs = {{nullptr, 0}}; break;
-    default: outputs = {{nullptr, count}}; break;
-  }
+void lay_out_stand_in(Operation& stand_in, const Descriptor& agreed, int group_size) {
+  stand_in.descriptor = agreed;
+  stand_in.abandoned = true;
+  stand_in.owns_buffers = true;
+  const Segment all{nullptr, static_cast<int64_t>(agreed.count)};
+  if (agreed.kind == OpKind::kReduceScatter) stand_in.inputs.assign(static_cast<size_t>(group_size), all);
+  else if (is_reduction(agreed.kind)) stand_in.inputs = {all};
+  else if (agreed.kind == OpKind::kGatherVariable) stand_in.inputs = {{nullptr, 0}};
+  const bool receives = agreed.kind != OpKind::kReduce && agreed.kind != OpKind::kGatherVariable;
+  if (receives) stand_in.outputs = {all};
 }
+
+StandIn::StandIn(const Descriptor& agreed, int group_size) { lay_out_stand_in(*this, agreed, group_size); }
 
 std::string StandIn::describe() const {
   return std::string(name_of(descriptor.kind)) + ", in which this rank brings nothing";
@@ -54,16 +49,11 @@ std::string StandIn::describe() const {
 void StandIn::prepare() {
   prepared = true;
   if (!is_reduction(descriptor.kind)) return;
-  int64_t total = 0;
-  for (const Segment& s : inputs) total += s.count;
+  const int64_t total = total_count(inputs);
   const size_t element = size_of(descriptor.dtype);
   identity_.resize(static_cast<size_t>(total) * element);
   fill_identity(descriptor.dtype, descriptor.reduce_op, identity_.data(), total);
-  std::byte* at = identity_.data();
-  for (Segment& s : inputs) {
-    s.data = at;
-    at += static_cast<size_t>(s.count) * element;
-  }
+  place(inputs, identity_.data(), element);
 }
 
 void StandIn::set_piece_sizes(const std::vector<int64_t>& sizes) {

@@ -11,6 +11,10 @@ namespace multicomm {
 // Whether an operation has a meaning where a member brings nothing.
 bool joinable(const Descriptor& descriptor);
 
+// Gives `stand_in` the agreed descriptor, and segments of the sizes that go with it, without memory. Nobody waits for
+// it.
+void lay_out_stand_in(Operation& stand_in, const Descriptor& agreed, int group_size);
+
 // Takes part with elements that change nothing, or with no elements, and drops what comes. Made from what the others
 // have agreed on.
 class StandIn final : public Operation {

@@ -2,6 +2,7 @@
 #include <climits>
 #include <numeric>
 
+#include "coordinator/segments.h"
 #include "process_group/arguments.h"
 #include "process_group/join_operation.h"
 #include "process_group/process_group.h"
@@ -10,12 +11,6 @@
 
 namespace multicomm {
 namespace {
-
-bool all_equal(const std::vector<Segment>& segments) {
-  for (const Segment& s : segments)
-    if (s.count != segments.front().count) return false;
-  return true;
-}
 
 // Pieces of different size, the same list on every rank: the sizes are compared, there is no common count.
 void mix_uneven(TensorOperation& operation, const std::vector<Segment>& segments) {
@@ -116,7 +111,7 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_all_gather
     operation->add_output(output);
   }
   operation->descriptor.count = static_cast<uint64_t>(input.numel());
-  if (all_equal(operation->outputs)) operation->mix_sizes(input.sizes());
+  if (equal_counts(operation->outputs)) operation->mix_sizes(input.sizes());
   else mix_uneven(*operation, operation->outputs);
   return operation;
 }
@@ -194,7 +189,7 @@ ProcessGroupMulticomm::TensorOperationPtr ProcessGroupMulticomm::make_reduce_sca
   for (const at::Tensor& input : inputs) operation->add_input(input);
   operation->add_output(output);
   operation->descriptor.count = static_cast<uint64_t>(output.numel());
-  if (all_equal(operation->inputs)) operation->mix_equal(0);
+  if (equal_counts(operation->inputs)) operation->mix_equal(0);
   else mix_uneven(*operation, operation->inputs);
   return operation;
 }

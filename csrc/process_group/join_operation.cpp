@@ -6,36 +6,35 @@
 #include <chrono>
 
 #include "coordinator/reduce_kernels.h"
+#include "coordinator/segments.h"
+#include "coordinator/stand_in.h"
 
 namespace multicomm {
 namespace {
+
+std::byte* memory_of(const at::Tensor& tensor) {
+  return tensor.numel() == 0 ? nullptr : static_cast<std::byte*>(tensor.data_ptr());
+}
 
 // As StandIn, in the device's memory: the planes of devices write what comes, also where nobody wants it.
 class DeviceStandIn final : public TensorOperation {
  public:
   DeviceStandIn(const Descriptor& agreed, c10::Device on, int group_size)
       : TensorOperation(agreed.kind, agreed.reduce_op, at::kByte, agreed.root, agreed.root) {
-    descriptor = agreed;
+    lay_out_stand_in(*this, agreed, group_size);
     device = on;
-    abandoned = true;  // nobody waits for it
-    owns_buffers = true;
     prepared = true;  // its plane does so
-    const auto count = static_cast<int64_t>(agreed.count);
-    if (agreed.kind == OpKind::kReduceScatter) inputs.assign(static_cast<size_t>(group_size), {nullptr, count});
-    else if (is_reduction(agreed.kind)) inputs = {{nullptr, count}};
-    if (agreed.kind != OpKind::kReduce) outputs = {{nullptr, count}};
   }
   std::string describe() const override {
     return std::string(name_of(descriptor.kind)) + " on a device, in which this rank brings nothing";
   }
   void prepare() override {
     const size_t element = size_of(descriptor.dtype);
-    int64_t total = 0;
-    for (const Segment& s : inputs) total += s.count;
+    const int64_t total = total_count(inputs);
     const at::Tensor identity = at::empty({total * static_cast<int64_t>(element)}, at::kByte);
     if (total > 0) fill_identity(descriptor.dtype, descriptor.reduce_op, identity.mutable_data_ptr<uint8_t>(), total);
     brought_ = identity.to(*device);
-    place(inputs, brought_, element);
+    place(inputs, memory_of(brought_), element);
     if (outputs.empty()) return;
     if (descriptor.kind == OpKind::kAllReduce) {
       outputs = inputs;
@@ -43,17 +42,10 @@ class DeviceStandIn final : public TensorOperation {
     }
     dropped_ = at::empty({outputs.front().count * static_cast<int64_t>(element)},
                          at::TensorOptions(at::kByte).device(*device));
-    place(outputs, dropped_, element);
+    place(outputs, memory_of(dropped_), element);
   }
 
  private:
-  static void place(std::vector<Segment>& segments, const at::Tensor& memory, size_t element) {
-    auto* at = memory.numel() == 0 ? nullptr : static_cast<std::byte*>(memory.data_ptr());
-    for (Segment& s : segments) {
-      s.data = at;
-      if (at != nullptr) at += static_cast<size_t>(s.count) * element;
-    }
-  }
   at::Tensor brought_, dropped_;
 };
 

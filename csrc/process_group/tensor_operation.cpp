@@ -107,9 +107,9 @@ void WorkState::one_done(TensorOperation& operation) {
     if (count_down(operation)) whole = completion();
     last = --remaining_ == 0;
   }
-  if (last && on_done) {
-    std::exchange(on_done, nullptr)();
-    profiled.store(false);
+  if (last && on_done_) {
+    std::exchange(on_done_, nullptr)();
+    profiled_.store(false);
   }
   if (last && hook) std::exchange(hook, nullptr)(*this);
   complete(whole);

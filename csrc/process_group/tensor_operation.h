@@ -32,9 +32,14 @@ class WorkState {
   // Between submission and the end of the last operation; needs timing (see ProcessGroupMulticomm).
   std::optional<std::chrono::duration<float, std::milli>> duration() const;
 
-  // Set before submission.
-  std::function<void()> on_done;      // ends the profiler's event
-  std::atomic<bool> profiled{false};  // it has not ended yet
+  // `end` ends the profiler's event.
+  void profile(std::function<void()> end) {
+    on_done_ = std::move(end);
+    profiled_.store(true);
+  }
+  bool profiled() const { return profiled_.load(); }  // it has not ended yet
+
+  // Set before submission, as profile() is called.
   std::function<void(const WorkState&)> hook;
   bool timed = false;
   Operation::Clock::time_point started;
@@ -51,6 +56,8 @@ class WorkState {
   Completion completion() const { return {future_, error_, events_}; }  // under the lock
   void complete(const Completion& completion) const;
 
+  std::function<void()> on_done_;
+  std::atomic<bool> profiled_{false};
   mutable std::mutex mutex_;
   const std::vector<at::Tensor> outputs_;
   size_t remaining_;                                 // guarded by mutex_; of what is not done

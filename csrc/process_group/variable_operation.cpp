@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <numeric>
 #include <sstream>
 
 namespace multicomm {
@@ -22,11 +23,8 @@ void mix_row(TensorOperation& operation, const at::Tensor& tensor) {
 
 // With room for so many rows from each member; its pieces become the operation's outputs.
 at::Tensor make_result(TensorOperation& operation, const at::Tensor& like, at::IntArrayRef rows) {
-  std::vector<int64_t> shape = like.sizes().vec();
-  shape[0] = 0;
-  for (const int64_t count : rows) shape[0] += count;
   const at::AutoDispatchBelowADInplaceOrView guard;
-  at::Tensor result = at::empty(shape, like.options());
+  at::Tensor result = at::empty(shape_of_rows(like, rows), like.options());
   auto* at = static_cast<std::byte*>(result.data_ptr());
   for (const int64_t count : rows) {
     operation.outputs.push_back({at, count * row_elements(like)});
@@ -53,6 +51,12 @@ uint64_t pair_hash(int from, int to, int64_t count) {
 }
 
 }  // namespace
+
+std::vector<int64_t> shape_of_rows(const at::Tensor& like, at::IntArrayRef rows) {
+  std::vector<int64_t> shape = like.sizes().vec();
+  shape[0] = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  return shape;
+}
 
 void balance_pieces(Operation& operation, int rank) {
   for (size_t peer = 0; peer < operation.inputs.size(); ++peer) {

@@ -47,6 +47,9 @@ class VariableExchange final : public TensorOperation {
   const int rank_;
 };
 
+// The shape of rows of all members, one below the other.
+std::vector<int64_t> shape_of_rows(const at::Tensor& like, at::IntArrayRef rows);
+
 // What one member sends to another must be what the other expects from it: each adds its hash on one side and takes it
 // away on the other, so the sum over all ranks is 0 exactly when everything fits.
 void balance_pieces(Operation& operation, int rank);

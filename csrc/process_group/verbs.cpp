@@ -97,8 +97,7 @@ ProcessGroupMulticomm::HandlePtr ProcessGroupMulticomm::submit_verb(const char* 
   if (on_done || timing_.load(std::memory_order_relaxed)) {
     auto state = std::make_shared<WorkState>(Tensors(), operations.size());
     for (const auto& operation : operations) operation->work = state;
-    state->profiled.store(on_done != nullptr);
-    state->on_done = std::move(on_done);
+    if (on_done) state->profile(std::move(on_done));
     observe(*state, {c10d::OpType::UNKNOWN, title, c10d::kUnsetTimeout, true}, operations);
   }
   const ProfilerRecord record(operations);
@@ -238,9 +237,7 @@ ProcessGroupMulticomm::HandlePtr ProcessGroupMulticomm::verb_all_gather(const Te
     }
     // The engine cannot allocate on a device, so the sizes are asked for first.
     std::vector<int64_t> counts = sizes_of_members(at::full({1}, tensor.size(0), at::kLong), false, options);
-    std::vector<int64_t> shape = tensor.sizes().vec();
-    shape[0] = 0;
-    for (const int64_t count : counts) shape[0] += count;
+    const std::vector<int64_t> shape = shape_of_rows(tensor, counts);
     auto operation = make(OpKind::kAllGather, ReduceOp::kNone, tensor.scalar_type());
     operation->result = new_output(tensor, shape);
     const int64_t row = shape[0] == 0 ? 0 : operation->result.numel() / shape[0];
@@ -269,11 +266,8 @@ ProcessGroupMulticomm::HandlePtr ProcessGroupMulticomm::verb_all_to_all(const at
     return submit_verb("multicomm:alltoall", Handle::Form::kPair, {sizes, exchange}, options, received);
   }
   const std::vector<int64_t> received = sizes_of_members(rows, true, options);  // as in all_gather
-  std::vector<int64_t> shape = tensor.sizes().vec();
-  shape[0] = 0;
-  for (const int64_t count : received) shape[0] += count;
   auto operation = make(OpKind::kAllToAll, ReduceOp::kNone, tensor.scalar_type());
-  operation->result = new_output(tensor, shape);
+  operation->result = new_output(tensor, shape_of_rows(tensor, received));
   operation->add_split_input(tensor, split_counts(where, "input", tensor, splits, size_));
   operation->add_split_output(operation->result, split_counts(where, "output", operation->result, received, size_));
   balance_pieces(*operation, rank_);

@@ -29,13 +29,9 @@ void make_streams_wait(const Operations& operations) {
   }
 }
 
-}  // namespace
-
-namespace {
-
 // Whoever has waited may stop the profiler next, and an event that ends after that is written into freed memory.
 void end_profiling(const Operations& operations) {
-  const auto profiled = [&] { return operations.front()->work && operations.front()->work->profiled.load(); };
+  const auto profiled = [&] { return operations.front()->work && operations.front()->work->profiled(); };
   if (operations.empty() || !profiled()) return;
   for (const auto& operation : operations) {
     if (!operation->done()) return;  // it goes on, on a device
@@ -74,9 +70,7 @@ MulticommWork::MulticommWork(int rank, c10d::OpType type, const char* title, con
       operations_(std::move(operations)),
       state_(std::make_shared<WorkState>(std::move(outputs), operations_.size())) {
   for (const auto& operation : operations_) operation->work = state_;
-  if (!recordFunctionEndCallback_) return;
-  state_->profiled.store(true);
-  state_->on_done = std::move(recordFunctionEndCallback_);
+  if (recordFunctionEndCallback_) state_->profile(std::move(recordFunctionEndCallback_));
 }
 
 bool MulticommWork::done() const {

@@ -7,33 +7,23 @@
 #include <chrono>
 #include <cinttypes>
 #include <cstdio>
-#include <fstream>
 #include <utility>
+
+#include "bootstrap/host_identity.h"
+#include "coordinator/error_text.h"
 
 namespace multicomm::timeline {
 namespace {
 
-// "ranks 0-3, 6"
 std::string ranks_text(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size();) {
-    size_t last = i;
-    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
-    if (last == i + 1) last = i;
-    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
-    if (last > i) text += "-" + std::to_string(ranks[last]);
-    i = last + 1;
-  }
-  return text;
+  return (ranks.size() == 1 ? "rank " : "ranks ") + ranks_in_order(ranks);
 }
 
 // Equal on two ranks whose steady clocks are one.
 std::string clock_identity() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   struct stat space{};  // a container may have a clock of its own
   if (stat("/proc/self/ns/time", &space) != 0) space.st_ino = 0;
-  return boot + "/" + std::to_string(space.st_ino);
+  return bootstrap::boot_id() + "/" + std::to_string(space.st_ino);
 }
 
 template <typename Clock>

@@ -134,6 +134,7 @@ class _Adasum:
         flat = first.new_zeros(members * self.share)
         torch.cat(self.vectors, out=flat[:total])
         self.pieces = torch.empty_like(flat)
+        self.rows = self.pieces.view(members, self.share)
         work = self.backend._named_all_to_all(self.pieces, flat, f"{self.name}:pieces")
         self._after(work, self._multiply, f"{self.name}:products")
         return self.done
@@ -142,7 +143,7 @@ class _Adasum:
         """The scalar products of all members' pieces, tensor by tensor."""
         members = len(self.backend._global_ranks)
         # In float64, since squares of half precision overflow soon.
-        self.rows = self.pieces.view(members, self.share).double()
+        self.rows = self.rows.double()
         self.products = self.rows.new_zeros(len(self.vectors), members, members)
         for number, columns in self._columns():
             part = self.rows[:, columns]
@@ -193,9 +194,9 @@ class _Adasum:
                     self._use_on_this_stream()
                     stage()
             except Exception as error:  # noqa: BLE001  of this rank alone
+                self.done.set_exception(error)  # first: whoever waits here has no other deadline
                 if stage_name is not None:  # what does not fit tells the others, who would wait for the time-out
                     self.backend._named_all_reduce(torch.empty(0), stage_name)
-                self.done.set_exception(error)
 
         work.get_future().add_done_callback(then)
 
@@ -203,7 +204,7 @@ class _Adasum:
         """Lets the allocator know: each stage runs on a stream of its own, behind the one before."""
         if self.pieces.is_cuda:
             stream = torch.cuda.current_stream(self.pieces.device)
-            for tensor in (self.pieces, *self.vectors, *vars(self).get("rows", ())):
+            for tensor in (self.pieces, self.rows, *self.vectors):
                 tensor.record_stream(stream)
 
 

@@ -94,15 +94,22 @@ def _backend_of(group: dist.ProcessGroup | None) -> _C.ProcessGroupMulticomm | N
     return backend if isinstance(backend, _C.ProcessGroupMulticomm) else None
 
 
+def _place_in_world() -> tuple[int, int]:
+    """Rank and size as MPI's world counts them, which keeps its numbers when torch's default group is shrunk."""
+    default = _backend_of(dist.group.WORLD)
+    if default is not None:
+        return default._world_rank, default._world_size
+    return dist.get_rank(), dist.get_world_size()
+
+
 def _create(opts: Any, options: _C.Options | None) -> Any:
     """torch's creator: called on the members of a group only."""
     options = _C.Options(opts.timeout) if options is None else options
     ranks: Sequence[int] = list(opts.global_ranks_in_group) or list(range(opts.group_size))
     if dist.is_initialized():
-        world_rank, world_size = dist.get_rank(), dist.get_world_size()
+        world_rank, world_size = _place_in_world()
         default = _backend_of(dist.group.WORLD)
-        if default is not None:  # may have been shrunk: MPI's world keeps its numbers
-            world_rank, world_size = default._world_rank, default._world_size
+        if default is not None:
             ranks = [default._global_ranks[rank] for rank in ranks]
     else:  # this is the default group
         world_rank, world_size = opts.group_rank, opts.group_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,15 @@ class Compressor:
     def decompress(tensor: Tensor, context: object) -> Tensor:
         """The tensor as it was, of what came."""
         return tensor
+
+
+def compressed(
+    compression: type[Compressor], tensors: Sequence[Tensor], call: Callable[[list[Tensor]], list[Tensor]]
+) -> list[Tensor]:
+    """The results of a call to which the tensors travel compressed."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    results = call([tensor for tensor, _ in pairs])
+    return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
 
 
 def _to(dtype: torch.dtype, name: str) -> type[Compressor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multicomm import _autograd
-from multicomm._compression import Compression, Compressor
+from multicomm._compression import Compression, Compressor, compressed
 from multicomm._groups import CommunicatorId, GroupLike, backend_for
 from multicomm._reduce_op import Adasum, Average
 from multicomm._verbs import Handle, listed
@@ -147,9 +147,8 @@ def reducescatter(
         one more on the first ranks. The gradient of Average is the allgather of the gradients; of Sum, that times the
         group's size.
     """
-    compressed, context = compression.compress(tensor)
     arguments = _without_adasum(op), name, prescale_factor, postscale_factor, backend_for(group, communicator_id)
-    return compression.decompress(_autograd.reducescatter([compressed], False, *arguments)[0], context)
+    return compressed(compression, [tensor], lambda sent: _autograd.reducescatter(sent, False, *arguments))[0]
 
 
 def grouped_reducescatter_async(
@@ -179,10 +178,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """reducescatter() of several tensors, submitted as one unit; a list of new tensors. Differentiable."""
-    pairs = [compression.compress(tensor) for tensor in listed(tensors)]
     arguments = _without_adasum(op), name, prescale_factor, postscale_factor, backend_for(group, communicator_id)
-    results = _autograd.reducescatter([compressed for compressed, _ in pairs], True, *arguments)
-    return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
+    return compressed(compression, listed(tensors), lambda sent: _autograd.reducescatter(sent, True, *arguments))
 
 
 __all__ = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from multicomm import _C
-from multicomm._backend import _backend_of
+from multicomm._backend import _place_in_world
 
 
 def start_timeline(folder: str | os.PathLike[str]) -> Path:
@@ -25,11 +25,7 @@ def start_timeline(folder: str | os.PathLike[str]) -> Path:
     """
     if not dist.is_initialized():
         raise RuntimeError("multicomm.start_timeline: call torch.distributed.init_process_group first")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    default = _backend_of(dist.group.WORLD)
-    if default is not None:  # may have been shrunk: MPI's world keeps its numbers
-        rank, world_size = default._world_rank, default._world_size
-    return Path(_C.start_timeline(os.fspath(folder), rank, world_size))
+    return Path(_C.start_timeline(os.fspath(folder), *_place_in_world()))
 
 
 def stop_timeline() -> None:

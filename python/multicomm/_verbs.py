@@ -4,8 +4,8 @@ Each goes to the coordinator in one call of the extension. Common to all:
 
 * ``group`` is a process group, an mpi4py communicator that was passed to init() or add_comm(), or its index;
   ``communicator_id`` is such an index too. One of them at most; the world if none.
-* ``name`` stands for the operation where ranks issue theirs in different orders; members of a grouped operation named
-  n are n.0, n.1, ... Operations of one place with different names are an error.
+* Operations with a ``name`` are matched by it within their group, in whatever order the ranks issue them; those without
+  by their order. Members of a grouped operation named n are n.0, n.1, ...
 * Tensors are dense, of any dtype that the operation has a meaning for, and of any layout, dimension and size; on the
   CPU or on one device per process.
 * An asynchronous call returns a handle for poll() and synchronize(). Until that returns, the input must not be
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from multicomm import _autograd
 from multicomm._adasum import adasum_async
-from multicomm._compression import Compression, Compressor
+from multicomm._compression import Compression, Compressor, compressed
 from multicomm._groups import CommunicatorId, GroupLike, backend_for
 from multicomm._reduce_op import Adasum, Average, Sum
 
@@ -146,9 +146,8 @@ def allreduce(
     Returns:
         a new tensor with the result. Its gradient is the gradients' allreduce with the same arguments.
     """
-    compressed, context = compression.compress(tensor)
     arguments = reduce_op(average, op), name, prescale_factor, postscale_factor, backend_for(group, communicator_id)
-    return compression.decompress(_autograd.allreduce([compressed], False, *arguments)[0], context)
+    return compressed(compression, [tensor], lambda sent: _autograd.allreduce(sent, False, *arguments))[0]
 
 
 def grouped_allreduce_async_(
@@ -235,10 +234,8 @@ def grouped_allreduce(
     Returns:
         a list of new tensors.
     """
-    pairs = [compression.compress(tensor) for tensor in listed(tensors)]
     arguments = reduce_op(average, op), name, prescale_factor, postscale_factor, backend_for(group, communicator_id)
-    results = _autograd.allreduce([compressed for compressed, _ in pairs], True, *arguments)
-    return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
+    return compressed(compression, listed(tensors), lambda sent: _autograd.allreduce(sent, True, *arguments))
 
 
 def listed(tensors: Sequence[Tensor]) -> list[Tensor]:

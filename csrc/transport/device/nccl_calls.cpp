@@ -236,11 +236,7 @@ class Builder {
   // all_to_all_single(x, x): what arrives must not overwrite what has not been sent.
   std::vector<Segment> apart_from_inputs(std::vector<Segment> outputs) {
     if (!overlap(outputs, first_.inputs, element_)) return outputs;
-    std::byte* at = scattered_from_scratch(outputs);
-    for (Segment& s : outputs) {
-      s.data = at;
-      at += bytes(s.count);
-    }
+    place(outputs, scattered_from_scratch(outputs), element_);
     return outputs;
   }
 

@@ -330,11 +330,7 @@ void MpiDataPlane::exchange(Task& task) {
       operation.abandoned || (d.kind == OpKind::kAllToAll && overlap(outputs, operation.inputs, element));
   if (staged && !outputs.empty()) {
     task.received = pool_.take(static_cast<size_t>(total_count(outputs)) * element);
-    std::byte* at = task.received.data.get();
-    for (Segment& s : outputs) {
-      s.data = at;
-      at += static_cast<size_t>(s.count) * element;
-    }
+    place(outputs, task.received.data.get(), element);
     task.unpack = &MpiDataPlane::unpack_exchange;
   }
   const auto copy = [&](const Segment& from, const Segment& to) {
